@@ -1,0 +1,223 @@
+"""What happens inside a block of equally large batches, forward and backward, in buffers that are used again.
+
+A block is a stack of batches on the leading dimension G (batches x heads x whatever leads). Every function writes
+into buffers given by the caller or taken from a `Scratch`, so that a long stream of blocks stays in the cache and
+never returns to the allocator.
+
+Shapes: G stacked batches, P items in a batch, D width of query and key, E width of value.
+"""
+
+import ctypes
+import math
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from randombatch.permutation import fold_in, hash64
+
+# Block of rows on an accelerator: large enough to fill it, small beside its memory.
+ACCELERATOR_BLOCK_BYTES = 1 << 26
+
+
+def rows_per_block(width: int, device: torch.device) -> int:
+    """How many rows of `width` numbers one block should have.
+
+    On a CPU the widest array of a block takes half of all the cores' second-level cache together: smaller blocks spend
+    their time between operations, larger ones waiting for memory. On an accelerator, `ACCELERATOR_BLOCK_BYTES`.
+    """
+    if device.type == "cpu":
+        budget = _second_level_cache() * torch.get_num_threads() // 2
+    else:
+        budget = ACCELERATOR_BLOCK_BYTES
+    return max(256, budget // (4 * max(1, width)))
+
+
+def _second_level_cache() -> int:
+    try:
+        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        size = 0
+    # Some virtual machines and most other systems report nothing.
+    return min(size, 1 << 22) if size > 0 else 1 << 21
+
+
+def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
+    """An output that will be written row by row in random order, for the first time.
+
+    On Linux the kernel is asked to back it with huge pages: one page fault for 2 MB instead of 512, which is a fifth of
+    the whole step otherwise. Elsewhere, or if the kernel declines, it is an ordinary tensor.
+    """
+    out = (torch.zeros if zero else torch.empty)(shape, dtype=like.dtype, device=like.device)
+    if sys.platform == "linux" and out.device.type == "cpu" and out.nbytes >= 1 << 22 and not zero:
+        page = os.sysconf("SC_PAGE_SIZE")
+        start = -(-out.data_ptr() // page) * page
+        length = (out.data_ptr() + out.nbytes) // page * page - start
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), 14)  # MADV_HUGEPAGE
+    return out
+
+
+class Scratch:
+    """Buffers by name, allocated at their first (largest) use and handed out again for every block."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised contiguous tensor of this shape; a second call under the same name may alias the first."""
+        dtype = dtype or self.dtype
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self.device)
+        return buffer[:size].view(shape)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision is computed in float32, one block at a time: logits and sums keep their digits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a table in the given order, in the scratch's dtype."""
+    taken = scratch(name, rows.numel(), table_ND.shape[1], dtype=table_ND.dtype)
+    torch.index_select(table_ND, 0, rows, out=taken)
+    if taken.dtype == scratch.dtype:
+        return taken
+    return scratch(name, *taken.shape).copy_(taken)
+
+
+def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
+    """The inverse of `take_rows`: values go to these rows of a contiguous table."""
+    values = values.to(table_ND.dtype)
+    if table_ND.device.type == "cpu" and table_ND.shape[1] * table_ND.element_size() % 16 == 0:
+        # torch copies element by element here: twice as fast with the widest element it knows.
+        table_ND, values = table_ND.view(torch.complex128), values.view(torch.complex128)
+    table_ND.index_copy_(0, rows, values)
+
+
+def softmax_weights(
+    scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, bias: Tensor | None = None, leading: tuple[int, ...] = ()
+) -> Tensor:
+    """softmax(q k' + bias) in each batch; rows whose keys are all masked (bias -inf) become zero, not NaN.
+
+    `bias` broadcasts to `(*leading, P, P)`, where `leading` multiplies to G.
+    """
+    groups, size, _ = q_GPD.shape
+    weights = scratch("weights", groups, size, size)
+    torch.bmm(q_GPD, k_GPD.transpose(1, 2), out=weights)
+    if bias is None:
+        return torch.softmax(weights, -1, out=weights)
+    spread = weights.view(*leading, size, size).add_(bias)
+    torch.softmax(weights, -1, out=weights)
+    spread.masked_fill_((bias == -math.inf).all(-1, keepdim=True), 0.0)
+    return weights
+
+
+def softmax_backward(
+    scratch: Scratch,
+    q_GPD: Tensor,
+    k_GPD: Tensor,
+    v_GPE: Tensor,
+    weights_GPP: Tensor,
+    keep_GPP: Tensor | None,
+    grad_GPE: Tensor,
+    dq_GPD: Tensor,
+    dk_GPD: Tensor,
+    dv_GPE: Tensor,
+) -> Tensor:
+    """Gradients of o = (weights * keep) v into dq, dk, dv; returns the gradient of the logits.
+
+    `dk` and `dv` may be one tensor, which then receives their sum (keys and values are the same rows).
+    """
+    groups, size, _ = q_GPD.shape
+    dropped = weights_GPP if keep_GPP is None else torch.mul(weights_GPP, keep_GPP, out=scratch("dropped", groups, size, size))
+    torch.bmm(dropped.transpose(1, 2), grad_GPE, out=dv_GPE)
+    dlogits = scratch("grad_weights", groups, size, size)
+    torch.bmm(grad_GPE, v_GPE.transpose(1, 2), out=dlogits)
+    if keep_GPP is not None:
+        dlogits.mul_(keep_GPP)
+    torch.ops.aten._softmax_backward_data.out(dlogits, weights_GPP, -1, weights_GPP.dtype, grad_input=dlogits)
+    torch.bmm(dlogits, k_GPD, out=dq_GPD)
+    if dk_GPD is dv_GPE:
+        dk_GPD.baddbmm_(dlogits.transpose(1, 2), q_GPD)
+    else:
+        torch.bmm(dlogits.transpose(1, 2), q_GPD, out=dk_GPD)
+    return dlogits
+
+
+def dropout_scale(rows_CP: Tensor, heads: Tensor, probability: float, seed: int, dtype: torch.dtype) -> Tensor:
+    """Factors 0 or 1/(1 - probability) for every weight, `(len(heads), C, P, P)`: a hash of (seed, head, query, key).
+
+    No generator and no stored mask: the backward pass, another block size or another device sees the same factors.
+    """
+    if probability >= 1:
+        return torch.zeros(heads.numel(), *rows_CP.shape, rows_CP.shape[1], dtype=dtype, device=rows_CP.device)
+
+    def words(items: Tensor, stream: int) -> Tensor:
+        return hash64(items, fold_in(seed, stream)).to(torch.int32)
+
+    z = words(heads, 0)[:, None, None, None] + words(rows_CP, 1)[:, :, None] + words(rows_CP, 2)[:, None, :]
+    # murmur3's finaliser; its multipliers 0x85ebca6b and 0xc2b2ae35 as signed words.
+    z ^= (z >> 16) & 0xFFFF
+    z *= 0x85EBCA6B - (1 << 32)
+    z ^= (z >> 13) & 0x7FFFF
+    z *= 0xC2B2AE35 - (1 << 32)
+    keep = z >= round(probability * 2**32) - 2**31
+    return keep.to(dtype).mul_(1 / (1 - probability))
+
+
+def sgformer_forward(scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, v_GPE: Tensor, out_GPE: Tensor) -> None:
+    """SGFormer's attention with rows divided by their own norm: o_i = (sum_j <q_i, k_j> v_j + P v_i) / (sum_j <q_i, k_j> + P).
+
+    `q` and `k` are normalised in place; linear in P.
+    """
+    _normalise(scratch, "q", q_GPD)
+    _normalise(scratch, "k", k_GPD)
+    kv_GDE, sum_GD, den_GP = _sgformer_sums(scratch, q_GPD, k_GPD, v_GPE)
+    torch.bmm(q_GPD, kv_GDE, out=out_GPE)
+    out_GPE.add_(v_GPE, alpha=q_GPD.shape[1]).div_(den_GP)
+
+
+def _normalise(scratch: Scratch, name: str, x_GPD: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x_GPD, dim=-1, keepdim=True, out=scratch(name + "_norm", *x_GPD.shape[:2], 1))
+    # A zero row has no direction: it stays zero, and so does its gradient.
+    x_GPD.div_(norm.masked_fill_(norm == 0, math.inf))
+    return norm
+
+
+def _sgformer_sums(scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, v_GPE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    groups, size, width = q_GPD.shape
+    kv = torch.bmm(k_GPD.transpose(1, 2), v_GPE, out=scratch("kv", groups, width, v_GPE.shape[2]))
+    total = torch.sum(k_GPD, 1, out=scratch("k_sum", groups, width)).unsqueeze(2)
+    den = torch.bmm(q_GPD, total, out=scratch("den", groups, size, 1)).add_(size)
+    return kv, total, den
+
+
+def sgformer_backward(
+    scratch: Scratch,
+    q_GPD: Tensor,
+    k_GPD: Tensor,
+    v_GPE: Tensor,
+    out_GPE: Tensor,
+    grad_GPE: Tensor,
+    dq_GPD: Tensor,
+    dk_GPD: Tensor,
+    dv_GPE: Tensor,
+) -> None:
+    """Gradients of `sgformer_forward`, whose `q` and `k` (normalised) and norms are still in the scratch.
+
+    `grad` is overwritten. `dv` may not be `dk`.
+    """
+    groups, size, width = q_GPD.shape
+    kv_GDE, sum_GD1, den_GP1 = _sgformer_sums(scratch, q_GPD, k_GPD, v_GPE)
+    grad_GPE.div_(den_GP1)
+    dden_GP1 = torch.sum(grad_GPE * out_GPE, -1, keepdim=True).neg_()
+    torch.bmm(grad_GPE, kv_GDE.transpose(1, 2), out=dq_GPD).baddbmm_(dden_GP1, sum_GD1.transpose(1, 2))
+    dkv_GDE = torch.bmm(q_GPD.transpose(1, 2), grad_GPE, out=scratch("dkv", *kv_GDE.shape))
+    torch.bmm(v_GPE, dkv_GDE.transpose(1, 2), out=dk_GPD).add_(torch.bmm(dden_GP1.transpose(1, 2), q_GPD))
+    torch.bmm(k_GPD, dkv_GDE, out=dv_GPE).add_(grad_GPE, alpha=size)
+    for name, x, dx in (("q", q_GPD, dq_GPD), ("k", k_GPD, dk_GPD)):
+        dx.sub_(x * torch.sum(x * dx, -1, keepdim=True)).div_(scratch(name + "_norm", groups, size, 1))

@@ -1,0 +1,180 @@
+"""The public entry: `scaled_dot_product_attention` restricted to random batches."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from randombatch.attention.streamed import attention
+from randombatch.division import Division, check_batch_size, draw_seed
+
+
+def random_batch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch_size: int | None = None,
+    *,
+    division: Division | None = None,
+    generator: torch.Generator | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    self_correction: bool = False,
+) -> Tensor:
+    """Attention inside each batch of a random division of the L items: softmax(scale q k' + mask) v, batch by batch.
+
+    `torch.nn.functional.scaled_dot_product_attention` on `(..., L, E)` with one division for all leading dimensions;
+    row i in is row i out. Time O(L p E), and only the inputs are kept for the backward pass: extra memory is a few
+    blocks, whatever L is. Half precision is computed in float32 block by block.
+
+    Args:
+        query: `(..., L, E)`.
+        key: `(..., L, E)`.
+        value: `(..., L, Ev)`.
+        batch_size: p >= 2; p >= L is full attention. Give either this or `division`.
+        division: who shares a batch; default: drawn anew from `generator`.
+        generator: where the seed of the division comes from (default: torch's).
+        key_padding_mask: `(batch, L)`, True = ignore this key, where `batch` is the first dimension of `query` (for
+            `(L, E)` inputs also `(L,)`). Padded items still take part in the division.
+        attn_mask: broadcasts to `(..., L, L)`; boolean, True = may attend, or numbers to add to the logits.
+        is_causal: an item attends only to items of its batch at its own or an earlier original position.
+        dropout_p: probability of dropping each weight; the choice depends on the division's seed only.
+        scale: factor of the logits, default E**-0.5.
+        enable_gqa: key and value may have fewer heads (dimension -3), of which each serves several of the query's.
+        self_correction: add log((N - 1) / (s - 1)) to every logit but the item's own, with s valid items in the batch
+            and N in all (in the graph, if the division has several). Numerator and denominator of the softmax then
+            each estimate those of full attention without bias; their ratio is still biased at order 1/s.
+
+    Returns:
+        `(..., L, Ev)`. Rows without any key to attend to are zero.
+    """
+    query_BHLD, key_BKLD, value_BKLE = _canonical(query, key, value, enable_gqa)
+    length = query.shape[-2]
+    seed, batch_size, ptr, rows = _resolve(length, batch_size, division, generator)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"`dropout_p` must lie in [0, 1], got {dropout_p}")
+    padding = _padding(key_padding_mask, query, query_BHLD.shape[0])
+    mask = _mask(attn_mask, query, query_BHLD)
+    if query_BHLD.numel() == 0 or value.numel() == 0:
+        # Nothing to compute, but the result stays connected to its inputs.
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * (query.sum() + key.sum() + value.sum())
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query_BHLD, key_BKLD, value_BKLE = (x.to(dtype) for x in (query_BHLD, key_BKLD, value_BKLE))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    out_BHLE = attention(
+        query_BHLD, key_BKLD, value_BKLE, seed, batch_size, ptr, rows, padding, mask,
+        is_causal, self_correction, float(dropout_p), float(scale),
+    )  # fmt: skip
+    return out_BHLE.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the three against each other and view them as `(B, H, L, D)`."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"`{name}` must hold floating-point numbers, got {x.dtype}: convert it first")
+        if x.dim() < 2:
+            raise ValueError(f"`{name}` must be (..., L, E), got shape {tuple(x.shape)}")
+        if x.device != query.device:
+            raise ValueError(f"`{name}` is on {x.device} but `query` on {query.device}: move them to one device")
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"`{name}` is {x.dtype} but `query` is {query.dtype}: convert them to one type")
+    if key.shape[-2] != query.shape[-2] or value.shape[-2] != query.shape[-2]:
+        raise ValueError(
+            f"query, key and value must have one length, got {query.shape[-2]}, {key.shape[-2]} and {value.shape[-2]}: "
+            "items are divided together with their keys, so cross-attention has no random batches"
+        )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"query and key must have one width, got {query.shape[-1]} and {key.shape[-1]}")
+    leading = {name: x.shape[:-2] for name, x in named.items()}
+    if enable_gqa:
+        if query.dim() < 3 or key.dim() != query.dim() or key.shape[:-2] != value.shape[:-2]:
+            raise ValueError(f"with `enable_gqa` all must be (..., heads, L, E), got leading dimensions {leading}")
+        if query.shape[:-3] != key.shape[:-3] or key.shape[-3] < 1 or query.shape[-3] % key.shape[-3]:
+            raise ValueError(f"the query's heads must be a multiple of the key's, got leading dimensions {leading}")
+    elif not (query.shape[:-2] == key.shape[:-2] == value.shape[:-2]):
+        raise ValueError(f"query, key and value must agree in their leading dimensions, got {leading}")
+
+    def view(x: Tensor) -> Tensor:
+        if x.dim() == 4:
+            return x
+        if x.dim() == 3 and not enable_gqa:
+            return x.unsqueeze(1)
+        if x.dim() <= 3:
+            return x.reshape(1, -1, *x.shape[-2:])
+        return x.reshape(-1, *x.shape[-3:])
+
+    return view(query), view(key), view(value)
+
+
+def _resolve(
+    length: int, batch_size: int | None, division: Division | None, generator: torch.Generator | None
+) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
+    """Seed, batch size, boundaries and rows of the division that the caller gave or asked for."""
+    if division is None:
+        if batch_size is None:
+            raise ValueError("give either `batch_size` or `division`")
+        check_batch_size(batch_size, length)
+        return draw_seed(generator), batch_size, None, None
+    if not isinstance(division, Division):
+        raise TypeError(f"`division` must be a Division, got {type(division).__name__}")
+    if batch_size is not None or generator is not None:
+        raise ValueError("`division` already says the batches: give either it, or `batch_size` (and `generator`)")
+    fits = division.num_items == length if division.rows is None else (division.rows < length).all()
+    if not fits:
+        raise ValueError(
+            f"`division` is of {division.num_items} items but query has {length} rows: "
+            f"make one with Division.draw({length}, batch_size)"
+        )
+    return torch.tensor(division.seed), division.batch_size, division.ptr, division.rows
+
+
+def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int) -> Tensor | None:
+    if key_padding_mask is None:
+        return None
+    length = query.shape[-2]
+    leading = query.shape[0] if query.dim() > 2 else 1
+    padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 and query.dim() == 2 else key_padding_mask
+    if padding.dtype != torch.bool:
+        raise TypeError(f"`key_padding_mask` must be boolean (True = ignore), got {padding.dtype}")
+    if padding.shape != (leading, length):
+        raise ValueError(
+            f"`key_padding_mask` must be (batch, L) = {(leading, length)}, got shape {tuple(key_padding_mask.shape)}"
+        )
+    if padding.device != query.device:
+        raise ValueError(f"`key_padding_mask` is on {padding.device} but `query` on {query.device}")
+    if leading == 0:
+        return padding.expand(batch, length) if batch == 0 else None
+    return padding.repeat_interleave(batch // leading, dim=0) if batch >= leading else padding
+
+
+def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor | None:
+    """The mask as `(B | 1, H | 1, L, L)`, a view wherever torch can make one."""
+    if attn_mask is None:
+        return None
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"`attn_mask` must be boolean (True = may attend) or floating point, got {attn_mask.dtype}")
+    full = (*query.shape[:-1], query.shape[-2])
+    if attn_mask.device != query.device:
+        raise ValueError(f"`attn_mask` is on {attn_mask.device} but `query` on {query.device}")
+    try:
+        fits = torch.broadcast_shapes(attn_mask.shape, full) == full
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"`attn_mask` must broadcast to (..., L, L) = {full}, got shape {tuple(attn_mask.shape)}")
+    mask = attn_mask.expand(*attn_mask.shape[:-2], *full[-2:]) if attn_mask.dim() >= 2 else attn_mask.expand(full[-2:])
+    if mask.dim() == 2:
+        return mask[None, None]
+    if query.dim() <= 4:
+        mask = mask.reshape((1,) * (query.dim() - mask.dim()) + tuple(mask.shape))
+        return mask if query.dim() == 4 else mask.unsqueeze(1 if query_BHLD.shape[1] == 1 else 0)
+    return mask.expand(full).reshape(*query_BHLD.shape[:3], full[-1])

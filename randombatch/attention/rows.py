@@ -1,0 +1,54 @@
+"""From what users pass (padded tensors with masks, graph-membership vectors, boundaries) to a division of rows.
+
+Two steps, because the first may run inside a compiled graph and the second reads numbers: `check_rows` looks at shapes
+and types only, `divide_rows` runs inside the operators.
+"""
+
+import torch
+from torch import Tensor
+
+from randombatch.division import Division
+
+
+def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor | None) -> Tensor | None:
+    """Refuse an `(N, F)` or `(B, N, F)` input whose description does not fit; returns the boundaries it implies."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"`x` must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() not in (2, 3):
+        raise ValueError(f"`x` must be (N, F) or (B, N, F), got shape {tuple(x.shape)}")
+    if x.dim() == 3:
+        if batch is not None or ptr is not None:
+            raise ValueError("`batch` and `ptr` describe an (N, F) input; for (B, N, F) give `mask`")
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"`mask` must be boolean (True = valid), got {mask.dtype}")
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"`mask` must be (B, N) = {tuple(x.shape[:2])}, got shape {tuple(mask.shape)}")
+        return None if mask is not None or x.shape[0] == 1 else torch.arange(x.shape[0] + 1) * x.shape[1]
+    if mask is not None:
+        raise ValueError("`mask` describes a (B, N, F) input; for (N, F) give `batch` or `ptr`")
+    if batch is not None and ptr is not None:
+        raise ValueError("give `batch` or `ptr`, not both: they say the same")
+    if batch is not None and (batch.shape != x.shape[:1] or batch.is_floating_point() or batch.dtype == torch.bool):
+        raise ValueError(f"`batch` must be {x.shape[0]} integers, got {batch.dtype} of shape {tuple(batch.shape)}")
+    return None if ptr is None else torch.as_tensor(ptr)
+
+
+def divide_rows(
+    num_rows: int, seed: Tensor, batch_size: int, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None
+) -> Division:
+    """The division of a table's rows: of those that `mask` calls valid, inside each graph that `mask`, `batch` or `ptr` tells."""
+    rows = None
+    if mask is not None and not bool(mask.all()):
+        rows = mask.flatten().nonzero().squeeze(1)
+        num_rows = rows.numel()
+    elif batch is not None and bool((batch.diff() < 0).any()):
+        rows = torch.argsort(batch, stable=True)
+    if mask is not None:
+        ptr = _boundaries(mask.sum(1))
+    elif batch is not None:
+        ptr = _boundaries(torch.bincount(batch))
+    return Division(num_rows, batch_size, int(seed), ptr=ptr)._on_rows(rows)
+
+
+def _boundaries(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))

@@ -1,0 +1,306 @@
+"""Who shares a batch. The only place in the package where random batches are drawn."""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, sorted_order
+
+__all__ = ["Division", "check_batch_size", "draw_seed", "fold_in"]
+
+# Positions turned into items at a time: enough to spread one look-up over all threads, 0.5 MB of indices.
+SPAN = 65536
+
+
+def check_batch_size(batch_size: int, num_items: int | None = None) -> None:
+    """Refuse a batch size that is not an integer of at least 2 (1 is allowed for a single item)."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, torch.SymInt)):
+        raise TypeError(f"`batch_size` must be an int, got {type(batch_size).__name__} {batch_size!r}")
+    if batch_size < 2 and not (batch_size == 1 and num_items == 1):
+        raise ValueError(
+            f"`batch_size` must be at least 2, got {batch_size}: with one item per batch nothing attends to anything"
+        )
+
+
+def draw_seed(generator: torch.Generator | None = None) -> Tensor:
+    """One int64 in [0, 2^63 - 1) from the generator (default: torch's), as a 0-d tensor on the CPU."""
+    device = generator.device if generator is not None else "cpu"
+    return torch.randint((1 << 63) - 1, (), generator=generator, device=device, dtype=torch.int64).cpu()
+
+
+class Division:
+    """A random division of `num_items` items into batches of about `batch_size`, named by a seed.
+
+    n = ceil(num_items / batch_size) batches whose sizes differ by at most one, larger ones first; each item in
+    exactly one. It is a value: equal arguments give the same division on every platform, and nothing of size
+    `num_items` is stored. Any two items share a batch with probability (p - 1) / (N - 1) for batches of p.
+
+    Args:
+        num_items: N >= 0.
+        batch_size: p >= 2 (1 is allowed for a single item); p >= N is one batch, full attention.
+        seed: any integer; its lowest 64 bits count.
+        ptr: boundaries of graphs, int64 `(graphs + 1,)` from 0 to N: graph g is the items ptr[g] to ptr[g + 1]. Each
+            graph is divided by itself, as if it were alone: its division depends on its size and the seed, not on its
+            neighbours, so graphs of equal size are divided alike.
+    """
+
+    def __init__(self, num_items: int, batch_size: int, seed: int, *, ptr: Tensor | None = None) -> None:
+        if isinstance(num_items, bool) or not isinstance(num_items, int):
+            raise TypeError(f"`num_items` must be an int, got {type(num_items).__name__} {num_items!r}")
+        if num_items < 0:
+            raise ValueError(f"`num_items` must not be negative, got {num_items}")
+        check_batch_size(batch_size, num_items)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"`seed` must be an int, got {type(seed).__name__} {seed!r}: use Division.draw for a new one")
+        self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
+        self.ptr = None if ptr is None else _check_ptr(ptr, num_items)
+        self.rows: Tensor | None = None
+
+    @classmethod
+    def draw(cls, num_items: int, batch_size: int, generator: torch.Generator | None = None) -> "Division":
+        """A division whose seed comes from `generator` (default: torch's)."""
+        return cls(num_items, batch_size, int(draw_seed(generator)))
+
+    def on_rows(self, rows: Tensor) -> "Division":
+        """The same division when item i is row `rows[i]` of some table: `order` then gives rows, `position` takes them.
+
+        `rows` are distinct and may be some of the rows only. A table whose row r holds item ids[r] is divided as the
+        items are by `division.on_rows(torch.argsort(ids))`: same batches, same order inside each. Holds `rows`.
+        """
+        rows = torch.as_tensor(rows)
+        if rows.shape != (self.num_items,) or rows.is_floating_point() or rows.dtype == torch.bool:
+            raise ValueError(f"`rows` must be {self.num_items} integers, got {rows.dtype} of shape {tuple(rows.shape)}")
+        if rows.unique().numel() != self.num_items or (self.num_items and int(rows.min()) < 0):
+            raise ValueError("`rows` must be distinct and not negative")
+        return self._on_rows(rows.long())
+
+    def _on_rows(self, rows: Tensor | None) -> "Division":
+        other = Division(self.num_items, self.batch_size, self.seed, ptr=self.ptr)
+        other.rows = rows if self.rows is None or rows is None else rows[self.rows]
+        return other
+
+    @property
+    def num_batches(self) -> int:
+        return int(self._graphs[1][-1])
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of every batch, graph after graph."""
+        return tuple(self._layout(0, self._graphs[0].numel() - 1)[1].tolist())
+
+    def order(self, start: int = 0, stop: int | None = None, device: torch.device | str | None = None) -> Tensor:
+        """Items in batch order from position `start` to `stop`, without computing the rest.
+
+        Batch k holds the positions from sum(sizes[:k]) on. Time and memory O(stop - start) (of whole graphs where
+        they have fewer than 4096 items).
+        """
+        start, stop, _ = slice(start, stop).indices(self.num_items)
+        device = torch.device(device) if device is not None else None
+        items = self._items(torch.arange(start, max(start, stop), device=device))
+        return items if self.rows is None else self.rows.to(items.device)[items]
+
+    def items_at(self, positions: Tensor) -> Tensor:
+        """Items at any positions, 1-D; for a run of them, `order` is faster. Not for several graphs."""
+        if self.ptr is not None:
+            raise ValueError("with `ptr`, only `order` gives items")
+        items = self._permutation(self.num_items, positions.device).items(positions)
+        return items if self.rows is None else self.rows.to(items.device)[items]
+
+    def position(self, items: Tensor) -> Tensor:
+        """Where each item stands in `order`: its inverse. Any shape."""
+        items = self._items_of(items)
+        if self.ptr is None:
+            return self._permutation(self.num_items, items.device).positions(items.flatten()).view_as(items)
+        if not items.numel():
+            return items
+        graph = self._graph_of(torch.stack([items.min(), items.max()]))[0]
+        first, stop = int(self.ptr[graph[0]]), int(self.ptr[graph[1] + 1])
+        return torch.argsort(self._items(torch.arange(first, stop, device=items.device)))[items - first] + first
+
+    def batch_of(self, items: Tensor) -> Tensor:
+        """The number of the batch that each item is in. Any shape."""
+        position = self.position(items)
+        graph, first, size = self._graph_of(position)
+        count = -(-size // self.batch_size)
+        base, larger = size // count, size % count
+        local, split = position - first, larger * (base + 1)
+        batch = torch.where(local < split, local // (base + 1), larger + (local - split) // base)
+        return batch + self._graphs[1].to(position.device)[graph]
+
+    @property
+    def graph_sizes(self) -> Tensor:
+        """Number of items of each graph (one graph without `ptr`), int64 on the CPU."""
+        return self._graphs[0].diff()
+
+    def graph_of(self, items: Tensor) -> Tensor:
+        """The number of the graph that each item is in (0 without `ptr`). Any shape."""
+        return self._graph_of(self._items_of(items))[0]
+
+    def blocks(self, max_items: int, device: torch.device | None = None) -> Iterator[Tensor]:
+        """All batches, those of equal size stacked: int64 `(n, s)` of items with n * s <= max_items (n >= 1).
+
+        Together the blocks hold each item once. Holds O(`SPAN` + max_items) indices at a time.
+        """
+        bounds = [0, self.num_items] if self.ptr is None else self.ptr.tolist()
+        g = 0
+        while g < len(bounds) - 1:
+            n = bounds[g + 1] - bounds[g]
+            if n >= SORTED_BELOW:
+                yield from self._blocks_of_graph(bounds[g], n, max_items, device)
+                g += 1
+                continue
+            end = g + 1
+            while end < len(bounds) - 1 and bounds[end + 1] - bounds[end] < SORTED_BELOW:
+                if bounds[end + 1] - bounds[g] > SPAN:
+                    break
+                end += 1
+            yield from self._blocks_of_graphs(g, end, max_items, device)
+            g = end
+
+    def _blocks_of_graph(self, first: int, n: int, max_items: int, device: torch.device | None) -> Iterator[Tensor]:
+        """Blocks of one large graph, its order computed a span at a time."""
+        count = -(-n // self.batch_size)
+        base, larger = divmod(n, count)
+        position = first
+        for size, batches in ((base + 1, larger), (base, count - larger)):
+            per_block = max(1, max_items // size)
+            per_span = per_block * max(1, SPAN // (per_block * size))
+            for done in range(0, batches, per_span):
+                stop = position + min(per_span, batches - done) * size
+                yield from self.order(position, stop, device).view(-1, size).split(per_block)
+                position = stop
+
+    def _blocks_of_graphs(self, g: int, end: int, max_items: int, device: torch.device | None) -> Iterator[Tensor]:
+        """Blocks of several small graphs (or one), their batches brought together by size."""
+        starts, sizes = self._layout(g, end)
+        if not sizes.numel():
+            return
+        first = int(starts[0])
+        order = self.order(first, first + int(sizes.sum()), device)
+        starts = (starts - first).to(order.device)
+        for size in sizes.unique().tolist():
+            chosen = starts[(sizes == size).to(order.device)]
+            stacked = order[chosen[:, None] + torch.arange(size, device=order.device)]
+            yield from stacked.split(max(1, max_items // size))
+
+    @functools.cached_property
+    def _graphs(self) -> tuple[Tensor, Tensor]:
+        """Boundaries of graphs in items and in batches, int64 on the CPU."""
+        items = torch.tensor([0, self.num_items]) if self.ptr is None else self.ptr
+        counts = -(-items.diff() // self.batch_size)
+        return items, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+    def _layout(self, g: int, end: int) -> tuple[Tensor, Tensor]:
+        """Start and size of each batch of graphs g to end, int64 on the CPU."""
+        items, batches = self._graphs
+        counts = batches[g : end + 1].diff()
+        graph = torch.repeat_interleave(torch.arange(g, end), counts)
+        number = torch.arange(int(batches[g]), int(batches[end])) - batches[graph]
+        n, count = items[graph + 1] - items[graph], batches[graph + 1] - batches[graph]
+        base, larger = n // count, n % count
+        starts = items[graph] + number * base + torch.minimum(number, larger)
+        return starts, base + (number < larger).long()
+
+    def _graph_of(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Graph, first item and size of the graph for each item or position."""
+        items = self._graphs[0].to(points.device)
+        graph = torch.searchsorted(items, points.contiguous(), right=True) - 1
+        return graph, items[graph], items[graph + 1] - items[graph]
+
+    @functools.cached_property
+    def _permutations(self) -> dict[tuple[int, torch.device | None], Permutation]:
+        return {}
+
+    def _permutation(self, n: int, device: torch.device | None) -> Permutation:
+        key = (n, device)
+        if key not in self._permutations:
+            # Graphs share the seed on purpose: a graph's division must not depend on which number it has.
+            self._permutations[key] = Permutation(n, self.seed, device)
+        return self._permutations[key]
+
+    def _items(self, positions: Tensor) -> Tensor:
+        """The item at each of a contiguous run of positions."""
+        if not positions.numel():
+            return positions
+        if self.ptr is None:
+            return self._permutation(self.num_items, positions.device).items(positions)
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        g, end = (torch.searchsorted(self.ptr, torch.tensor([start, stop - 1]), right=True)).tolist()
+        return torch.cat(list(self._items_of_graphs(g - 1, end, start, stop, positions.device)))
+
+    def _items_of_graphs(self, g: int, end: int, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
+        """Items at positions start to stop, all of which lie in graphs g to end."""
+        bounds = self._graphs[0][g : end + 1].tolist()
+        small: list[int] = []
+        for i in range(end - g):
+            n = bounds[i + 1] - bounds[i]
+            if n < SORTED_BELOW:
+                small.append(i)
+            if small and (n >= SORTED_BELOW or i == end - g - 1):
+                lo, hi = bounds[small[0]], bounds[small[-1] + 1]
+                yield self._small_orders(lo, hi, device)[max(start, lo) - lo : max(0, min(stop, hi) - lo)]
+                small = []
+            if n >= SORTED_BELOW:
+                lo, hi = max(start, bounds[i]), min(stop, bounds[i + 1])
+                local = torch.arange(lo - bounds[i], hi - bounds[i], device=device)
+                yield self._permutation(n, device).items(local) + bounds[i]
+
+    def _small_orders(self, lo: int, hi: int, device: torch.device) -> Tensor:
+        """The orders of the consecutive small graphs on items lo to hi, one after the other, by a single sort."""
+        items = torch.arange(lo, hi, device=device)
+        graph, first, size = self._graph_of(items)
+        largest = int(size.max()) if size.numel() else 0
+        rank = torch.argsort(sorted_order(largest, self.seed, device))
+        return items[torch.argsort(graph * largest + rank[items - first])]
+
+    def _items_of(self, rows: Tensor) -> Tensor:
+        """Items that are these rows (the rows themselves unless `on_rows` said otherwise)."""
+        rows = torch.as_tensor(rows)
+        if rows.is_floating_point() or rows.dtype == torch.bool:
+            raise TypeError(f"items must be integers, got {rows.dtype}")
+        rows = rows.long()
+        if self.rows is None:
+            known = (rows >= 0) & (rows < self.num_items)
+        else:
+            table, items = self.rows.to(rows.device).sort()
+            place = torch.searchsorted(table, rows).clamp_(max=max(0, self.num_items - 1))
+            known = table[place] == rows if self.num_items else torch.zeros_like(rows, dtype=torch.bool)
+        if not bool(known.all()):
+            raise ValueError(f"no such item: {int(rows[~known][0])} is not among the {self.num_items} that are divided")
+        return rows if self.rows is None else items[place]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Division):
+            return NotImplemented
+        same = (self.num_items, self.batch_size, self.seed) == (other.num_items, other.batch_size, other.seed)
+        return same and _equal(self.ptr, other.ptr) and _equal(self.rows, other.rows)
+
+    def __hash__(self) -> int:
+        return hash((self.num_items, self.batch_size, self.seed))
+
+    def __repr__(self) -> str:
+        graphs = "" if self.ptr is None else f", ptr=<{self.ptr.numel() - 1} graphs>"
+        return f"Division({self.num_items}, {self.batch_size}, seed={self.seed}{graphs})"
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _check_ptr(ptr: Tensor, num_items: int) -> Tensor:
+    ptr = torch.as_tensor(ptr).detach().cpu()
+    if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
+        raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
+    ptr = ptr.long()
+    if ptr[0] != 0 or ptr[-1] != num_items or (ptr.diff() < 0).any():
+        raise ValueError(
+            f"`ptr` must rise from 0 to the number of items {num_items}, got {_shorten(ptr.tolist())}: "
+            "graph g is the items ptr[g] to ptr[g + 1]"
+        )
+    return ptr
+
+
+def _shorten(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

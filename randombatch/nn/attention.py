@@ -1,0 +1,119 @@
+"""`RandomBatchAttention`: a self-attention layer whose projections and attention stream through the cache."""
+
+import torch
+from torch import Tensor, nn
+
+from randombatch.attention.projected import KERNELS, projected_attention
+from randombatch.attention.rows import check_rows
+from randombatch.division import check_batch_size
+from randombatch.nn.draws import Draws, autocast, mean
+
+
+class RandomBatchAttention(Draws, nn.Module):
+    """Multi-head self-attention inside random batches of about `batch_size` items, drawn anew at every training step.
+
+    y = concat_h(attention_h(x W_q', x W_k', x W_v')) W_out', attention restricted to the item's batch. Time O(N p F +
+    N F^2). Gathering, projections, attention and output projection run block by block and only the input is kept for
+    the backward pass, so memory beyond output and gradients is a few MB whatever N is. Parameters are named and shaped as in
+    `nn.MultiheadAttention`: a state dict of one loads into the other.
+
+    Args:
+        embed_dim: F, width of input and output.
+        num_heads: H, a divisor of `embed_dim`.
+        batch_size: p >= 2; p >= N is full attention.
+        bias: whether the projections have one.
+        dropout: of the attention weights, in training (softmax kernel only).
+        kernel: "softmax", or "sgformer": SGFormer's linear attention, q and k divided by their row norms,
+            o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) over a batch of s, for each head.
+        recompute: False keeps the softmax weights (N p H numbers) from the forward pass instead of computing them again.
+        block_rows: rows per block; default: from the size of the cache (CPU) or a byte budget (accelerators).
+
+    `eval_rounds` and `eval_seed` (see `Draws`) may be set on the module: in `eval()` the divisions are fixed ones.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        batch_size: int = 256,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        kernel: str = "softmax",
+        recompute: bool = True,
+        block_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_batch_size(batch_size)
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"`embed_dim` must be a multiple of `num_heads`, got {embed_dim} and {num_heads}")
+        if kernel not in KERNELS:
+            raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"`dropout` must lie in [0, 1), got {dropout}")
+        if dropout and kernel == "sgformer":
+            raise ValueError("the sgformer kernel never forms weights that could be dropped: set `dropout` to 0")
+        self.embed_dim, self.num_heads, self.batch_size = embed_dim, num_heads, batch_size
+        self.dropout, self.kernel = dropout, kernel
+        self.recompute, self.block_rows = recompute, block_rows
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
+        if bias:
+            self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, device=device, dtype=dtype))
+        else:
+            self.register_parameter("in_proj_bias", None)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.MultiheadAttention` starts: Xavier for the stacked input projections, zero biases."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for b in (self.in_proj_bias, self.out_proj.bias):
+            if b is not None:
+                nn.init.zeros_(b)
+
+    # GPSConv and nn.MultiheadAttention call it by this name.
+    _reset_parameters = reset_parameters
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, batch: Tensor | None = None, ptr: Tensor | None = None
+    ) -> Tensor:
+        """Attend inside random batches of each graph.
+
+        Args:
+            x: `(N, F)`, or `(B, N, F)` for B graphs padded to one size.
+            mask: `(B, N)`, True = valid. Only valid rows are divided: what the others hold, and how many there are,
+                changes nothing. They come out as zero.
+            batch: graph number of each row of an `(N, F)` input, in any order.
+            ptr: graph boundaries of an `(N, F)` input, from 0 to N.
+        """
+        ptr = check_rows(x, mask, batch, ptr)
+        if x.shape[-1] != self.embed_dim:
+            raise ValueError(f"`x` must have `embed_dim` = {self.embed_dim} features, got shape {tuple(x.shape)}")
+        if not x.numel():
+            return self.out_proj(x)
+        tensors = autocast(
+            x.reshape(-1, x.shape[-1]), self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
+        )
+        results = [
+            projected_attention(
+                *tensors,
+                seed,
+                self.batch_size,
+                heads=self.num_heads,
+                kernel=self.kernel,
+                ptr=ptr,
+                batch=batch,
+                mask=mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                recompute=self.recompute,
+                block_rows=self.block_rows,
+            )
+            for seed in self.seeds()
+        ]
+        return mean(results).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, num_heads={self.num_heads}, batch_size={self.batch_size}, kernel={self.kernel!r}"

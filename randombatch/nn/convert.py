@@ -1,0 +1,175 @@
+"""`convert`: swap the attention inside an existing model, keep its weights, and prove that the swap took effect."""
+
+import importlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from randombatch.division import check_batch_size
+from randombatch.nn import torch as for_torch
+from randombatch.nn.attention import RandomBatchAttention
+from randombatch.nn.wrapper import RandomBatch
+
+_OURS = (for_torch.RandomBatchMultiheadAttention, RandomBatchAttention, RandomBatch)
+
+
+def convert(
+    model: nn.Module,
+    batch_size: int,
+    *,
+    names: Iterable[str] | None = None,
+    self_correction: bool = False,
+    eval_rounds: int = 1,
+) -> nn.Module:
+    """Restrict the attention inside a model to random batches, in place, keeping its weights.
+
+    Known attention: PyTorch Geometric's `SGFormerAttention`, `PolynormerAttention` and `PerformerAttention` (so
+    `SGFormer`, `Polynormer`, `GPSConv`), `nn.MultiheadAttention` (so `nn.TransformerEncoder`, `GPSConv`), and Hugging Face
+    encoders. State dicts keep their names. The first forward afterwards checks that every replaced attention was really called and
+    raises if one was skipped. With `batch_size` >= N the model computes what it did before.
+
+    Args:
+        model: changed in place; only if it is itself an attention module, a new module (sharing its weights) is returned.
+        batch_size: p >= 2.
+        names: convert only these modules, by their names in `model.named_modules()` (default: all that are known).
+        self_correction: see `random_batch_attention`; right for running an already trained softmax model.
+        eval_rounds: divisions to average over in `eval()`.
+
+    Returns:
+        The model. `converted(model)` says what was replaced.
+
+    Raises:
+        ValueError: nothing could be replaced, or something would be skipped; the model is then unchanged.
+    """
+    check_batch_size(batch_size)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
+    pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
+    if hf is not None and isinstance(model, hf.PreTrainedModel):
+        replaced = hf.convert_model(model, batch_size, self_correction, eval_rounds)
+        _Proof(model, "random_batch_witness", list(replaced.values())).arm()
+        return model
+    targets = _targets(model, pyg, None if names is None else set(names), self_correction)
+    options: dict[str, Any] = {"batch_size": batch_size, "eval_rounds": eval_rounds}
+    if self_correction:
+        options["self_correction"] = True
+    replaced = []
+    for number, (name, (old, kind)) in enumerate(targets.items()):
+        new = _adopt(kind, old, eval_seed=number, **options)
+        replaced.append(new)
+        if old is model:
+            return new
+        _replace(model, name, old, new)
+    for_torch.forbid_bypass(model)
+    if pyg is not None:
+        pyg.adapt(model)
+    _Proof(model, "witness", replaced).arm()
+    return model
+
+
+def converted(model: nn.Module) -> dict[str, str]:
+    """What `convert` replaced (and what else computes random batches), by name of the module."""
+    pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
+    ours = _OURS if pyg is None else (*_OURS, *pyg.ATTENTIONS.values())
+    found = {
+        name: f"{type(m).__name__}: random batches of {m.batch_size}"
+        for name, m in model.named_modules()
+        if isinstance(m, ours)
+    }
+    if hf is not None:
+        for name, m in hf.attention_modules(model).items():
+            if m.config._attn_implementation == hf.NAME:
+                size = getattr(m.config, "random_batch_size", hf.DEFAULT_BATCH_SIZE)
+                found[name] = f"{type(m).__name__}: random batches of {size}, attn_implementation={hf.NAME!r}"
+    return found
+
+
+def _installed(package: str, adapter: str):
+    """Our adapter for a package, if the program uses that package; a model of it cannot exist otherwise."""
+    return importlib.import_module(f"randombatch.nn.{adapter}") if package in sys.modules else None
+
+
+def _targets(
+    model: nn.Module, pyg, names: set[str] | None, self_correction: bool
+) -> dict[str, tuple[nn.Module, type[nn.Module]]]:
+    """Old module and new class for everything that will be replaced; raises before anything is touched."""
+    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: for_torch.RandomBatchMultiheadAttention}
+    if pyg is not None:
+        kinds |= pyg.ATTENTIONS
+    # Converting again changes the batch size.
+    kinds |= {kind: kind for kind in list(kinds.values())}
+    targets = {
+        name: (module, kinds[type(module)])
+        for name, module in model.named_modules()
+        if type(module) in kinds and (names is None or name in names)
+    }
+    unknown = set() if names is None else names - set(targets)
+    if unknown:
+        raise ValueError(f"no attention that can be converted is called {sorted(unknown)[0]!r}")
+    if not targets:
+        raise ValueError(
+            f"found no attention to convert in {type(model).__name__}: known are nn.MultiheadAttention, PyTorch "
+            "Geometric's SGFormer, Polynormer and Performer attention, and Hugging Face encoders; "
+            "wrap others yourself with RandomBatch(module, batch_size)"
+        )
+    for name, (module, _) in targets.items():
+        reason = None
+        if isinstance(module, nn.MultiheadAttention):
+            reason = for_torch.refuse(module)
+            parent = model.get_submodule(name.rpartition(".")[0]) if name else None
+            if isinstance(parent, nn.TransformerDecoderLayer) and parent.multihead_attn is module:
+                reason = "it is the cross-attention of a decoder; choose others with `names`"
+        elif self_correction:
+            reason = "`self_correction` is for softmax attention"
+        if reason:
+            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}")
+    return targets
+
+
+def _adopt(kind: type[nn.Module], old: nn.Module, **attributes: Any) -> nn.Module:
+    """A module of another class around the same parameters, buffers, submodules and hooks."""
+    new = kind.__new__(kind)
+    # `nn.Module` keeps its tables in dicts of its own: copied, so that the old module stays as it was.
+    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in old.__dict__.items()})
+    for name, value in attributes.items():
+        setattr(new, name, value)
+    return new
+
+
+def _replace(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` stands, also where modules share it."""
+    for parent in list(model.modules()):
+        for child, module in parent._modules.items():
+            if module is old:
+                parent._modules[child] = new
+
+
+class _Proof:
+    """Watches one forward of the model and raises if a replaced attention was not called in it."""
+
+    def __init__(self, model: nn.Module, attribute: str, replaced: list[nn.Module]) -> None:
+        self.model, self.attribute, self.replaced = model, attribute, replaced
+        self.calls: list[nn.Module] = []
+
+    def arm(self) -> None:
+        for module in self.replaced:
+            setattr(module, self.attribute, self.calls)
+        self.handle = self.model.register_forward_hook(self)
+
+    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        pyg = _installed("torch_geometric", "pyg")
+        if pyg is not None and pyg.skipped_on_purpose(model):
+            return
+        called = {id(m) for m in self.calls}
+        names = {id(m): name for name, m in model.named_modules()}
+        skipped = [names.get(id(m), type(m).__name__) for m in self.replaced if id(m) not in called]
+        if skipped:
+            raise RuntimeError(
+                f"converted attention was never called in this forward: {', '.join(skipped)}. The model computes its "
+                "attention elsewhere; its results are not random-batch results"
+            )
+        for module in self.replaced:
+            setattr(module, self.attribute, None)
+        self.handle.remove()

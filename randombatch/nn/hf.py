@@ -1,0 +1,147 @@
+"""Hugging Face encoders in random batches, through transformers' own registry of attention functions.
+
+`register()` adds `attn_implementation="random_batch"` together with a padding mask of size O(L); without a mask
+function of its own, transformers would silently drop the padding of a registered attention.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function
+
+from randombatch.attention.functional import random_batch_attention
+from randombatch.division import Division, draw_seed, fold_in
+
+NAME = "random_batch"
+DEFAULT_BATCH_SIZE = 256
+
+
+def register() -> None:
+    """Make `attn_implementation="random_batch"` known to transformers. Calling it again does no harm.
+
+    The batch size comes from `config.random_batch_size` (default 256); `config.random_batch_self_correction` and
+    `config.random_batch_eval_rounds` as in `convert`.
+    """
+    AttentionInterface.register(NAME, random_batch_forward)
+    AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=bidirectional_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs,
+) -> Tensor | None:
+    """The padding as `(batch, L)`, True = valid, or None: never L x L. Refuses every mask that is more than padding."""
+    if mask_function is not bidirectional_mask_function:
+        raise ValueError(
+            "random batch attention is for encoders: it cannot follow a causal, sliding-window or packed mask "
+            f"({getattr(mask_function, '__name__', mask_function)})"
+        )
+    if int(q_length) != int(kv_length) or int(q_offset) or int(kv_offset):
+        raise ValueError(f"query length {int(q_length)} and key length {int(kv_length)} differ: {_NO_CROSS}")
+    return None if attention_mask is None else attention_mask[:, :kv_length].bool()
+
+
+_NO_CROSS = "random batches divide items together with their keys, so cross-attention and key-value caches cannot use them"
+
+
+def random_batch_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention: `(B, H, L, D)` in, `(B, L, H, D)` out."""
+    witness = getattr(module, "random_batch_witness", None)
+    if witness is not None:
+        witness.append(module)
+    if is_causal or (is_causal is None and getattr(module, "is_causal", False)):
+        raise ValueError(f"{type(module).__name__} is causal: random batch attention is for encoders")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"query length {query.shape[2]} and key length {key.shape[2]} differ: {_NO_CROSS}")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__} adds a position bias of size L x L, which is not supported")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"expected a (batch, L) padding mask, got shape {tuple(attention_mask.shape)}: call register()")
+    config = module.config
+    rounds = 1 if module.training else getattr(config, "random_batch_eval_rounds", 1)
+    options = {
+        "batch_size": getattr(config, "random_batch_size", DEFAULT_BATCH_SIZE),
+        "dropout_p": dropout if module.training else 0.0,
+        "scale": scaling,
+        "self_correction": getattr(config, "random_batch_self_correction", False),
+    }
+    layer = getattr(module, "random_batch_layer", getattr(module, "layer_idx", None) or 0)
+    total: Tensor | float = 0.0
+    for i in range(rounds):
+        seed = int(draw_seed()) if module.training else fold_in(layer, i)
+        total = total + _attend(query, key, value, attention_mask, seed, **options)
+    return (total / rounds).transpose(1, 2).contiguous(), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, seed: int, batch_size: int, **options) -> Tensor:
+    """Each sequence is divided by itself, its valid tokens only; a sequence that fits one batch is full attention."""
+    batch, heads, length, _ = query.shape
+    options["enable_gqa"] = key.shape[1] != heads
+    if valid is None or length <= batch_size:
+        padding = None if valid is None else ~valid
+        return random_batch_attention(
+            query, key, value, division=Division(length, batch_size, seed), key_padding_mask=padding, **options
+        )
+    counts = valid.sum(1).cpu()
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    division = Division(int(ptr[-1]), batch_size, seed, ptr=ptr)._on_rows(valid.flatten().nonzero().squeeze(1))
+
+    def one_table(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(1, batch * length, *x.shape[1::2]).transpose(1, 2)
+
+    out = random_batch_attention(one_table(query), one_table(key), one_table(value), division=division, **options)
+    return out.transpose(1, 2).view(batch, length, heads, -1).transpose(1, 2)
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that ask transformers' registry for their attention function."""
+    return {name: m for name, m in model.named_modules() if _asks_registry(type(m))}
+
+
+def _asks_registry(kind: type) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def convert_model(model: PreTrainedModel, batch_size: int, self_correction: bool, eval_rounds: int) -> dict[str, nn.Module]:
+    """Set the attention of one model; returns its attention modules by name."""
+    found = attention_modules(model)
+    if not found or not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' registry: it cannot be converted"
+        )
+    config = model.config
+    causal = [name for name, m in found.items() if getattr(m, "is_causal", False)]
+    if causal or getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is a decoder (causal or cross-attention, key-value cache): "
+            "random batch attention is for encoders; convert its encoder alone"
+        )
+    register()
+    model.set_attn_implementation(NAME)
+    for number, module in enumerate(found.values()):
+        module.random_batch_layer = number
+        own = module.config
+        own.random_batch_size = batch_size
+        own.random_batch_self_correction, own.random_batch_eval_rounds = self_correction, eval_rounds
+        if own._attn_implementation != NAME:
+            raise ValueError(f"{type(model).__name__} did not accept attn_implementation={NAME!r} for all of its parts")
+    return found

@@ -1,0 +1,87 @@
+"""PyTorch Geometric's attention modules in random batches, and what its models need besides."""
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, SGFormerAttention
+from torch_geometric.nn.models import SGFormer
+from torch_geometric.nn.models.polynormer import Polynormer
+
+from randombatch.nn.draws import Draws
+from randombatch.nn.wrapper import apply_in_batches
+
+
+class _InBatches(Draws):
+    """The attention of the class that follows in the inheritance, inside each random batch of each graph's valid rows.
+
+    Batches are never padded, so the keys of padding that those classes leave in their denominators never get there.
+    """
+
+    batch_size: int
+    witness: list[nn.Module] | None = None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.witness is not None:
+            self.witness.append(self)
+        return apply_in_batches(self, super().forward, list(self.parameters()), x, mask)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, batch_size={self.batch_size})"
+
+
+class RandomBatchSGFormerAttention(_InBatches, SGFormerAttention):
+    """PyTorch Geometric's `SGFormerAttention` in random batches."""
+
+
+class RandomBatchPolynormerAttention(_InBatches, PolynormerAttention):
+    """PyTorch Geometric's `PolynormerAttention` in random batches."""
+
+
+class RandomBatchPerformerAttention(_InBatches, PerformerAttention):
+    """PyTorch Geometric's `PerformerAttention` in random batches; `GPSConv` still knows it by its class."""
+
+
+ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
+    SGFormerAttention: RandomBatchSGFormerAttention,
+    PolynormerAttention: RandomBatchPolynormerAttention,
+    PerformerAttention: RandomBatchPerformerAttention,
+}
+
+
+def adapt(model: nn.Module) -> dict[str, str]:
+    """Mend what stands around converted attention: parameter lists, `batch=None`, Polynormer's switch.
+
+    Returns:
+        What was done beside the swap, by name of the module.
+    """
+    notes = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (SGFormer, Polynormer)):
+            continue
+        if not any(isinstance(m, _InBatches) for m in module.modules()):
+            continue
+        if isinstance(module, SGFormer):
+            module.params1 = list(module.trans_conv.parameters())
+            module.params2 = [*module.graph_conv.parameters(), *module.fc.parameters()]
+        elif not module._global:
+            module._global = True
+            notes[name] = "global attention switched on (`_global` was False: it would never have run)"
+        if not any(isinstance(hook, _OneGraph) for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_OneGraph(), with_kwargs=True)
+    return notes
+
+
+def skipped_on_purpose(model: nn.Module) -> bool:
+    """Whether a Polynormer is in its local phase, where no attention is meant to run."""
+    return any(isinstance(m, Polynormer) and not m._global for m in model.modules())
+
+
+class _OneGraph:
+    """Lets `model(x, edge_index)` and `batch=None` mean a single graph."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        names = ("x", "edge_index", "batch")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("batch") is None:
+            x = given["x"]
+            given["batch"] = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        return (), given

@@ -1,0 +1,133 @@
+"""`nn.MultiheadAttention` in random batches, and the encoder layers that would bypass it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from randombatch.attention.functional import random_batch_attention
+from randombatch.attention.projected import projected_attention
+from randombatch.attention.rows import check_rows
+from randombatch.division import Division
+from randombatch.nn.draws import Draws, autocast, mean
+
+
+class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
+    """`nn.MultiheadAttention` restricted to random batches; self-attention only, the weights are never returned.
+
+    Without `attn_mask` it streams like `RandomBatchAttention`, and only the valid items of a sequence are divided:
+    padding changes nothing, and padded positions come out as zero. Sequences of at most `batch_size` items are one
+    batch: exactly the original.
+    """
+
+    batch_size: int
+    self_correction: bool = False
+    witness: list[nn.Module] | None = None
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False keeps `nn.TransformerEncoderLayer` from computing full attention behind our back in `eval()`."""
+        return False
+
+    def _reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """As in `nn.MultiheadAttention`, with None for the weights (there are no L x L of them)."""
+        if self.witness is not None:
+            self.witness.append(self)
+        if query is not key or key is not value:
+            raise ValueError(
+                "random batches divide items together with their keys: call it as attention(x, x, x); "
+                "cross-attention cannot be converted"
+            )
+        if query.is_nested:
+            raise ValueError("nested tensors are not supported: pass a padded tensor with `key_padding_mask`")
+        x_BLF = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
+        padding = _boolean(key_padding_mask, x_BLF)
+        mask = _sdpa_mask(attn_mask, x_BLF, self.num_heads)
+        results = [self._attend(x_BLF, seed, padding, mask) for seed in self.seeds()]
+        out_BLF = mean(results)
+        return (out_BLF[0] if query.dim() == 2 else out_BLF if self.batch_first else out_BLF.transpose(0, 1)), None
+
+    def _attend(self, x_BLF: Tensor, seed: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor:
+        batch, length, width = x_BLF.shape
+        dropout_p = self.dropout if self.training else 0.0
+        if mask is None and not self.self_correction and x_BLF.numel() and (padding is None or length > self.batch_size):
+            valid = None if padding is None else ~padding
+            weights = self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
+            out_NF = projected_attention(
+                *autocast(x_BLF.reshape(-1, width), *weights),
+                seed,
+                self.batch_size,
+                heads=self.num_heads,
+                ptr=check_rows(x_BLF, valid, None, None),
+                mask=valid,
+                dropout_p=dropout_p,
+            )
+            return out_NF.view(x_BLF.shape)
+        q, k, v = F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias).view(batch, length, 3, self.num_heads, -1).unbind(2)
+        out_BHLD = random_batch_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            division=Division(length, max(2, self.batch_size), int(seed)),
+            key_padding_mask=padding,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            self_correction=self.self_correction,
+        )
+        return self.out_proj(out_BHLD.transpose(1, 2).reshape(batch, length, width))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, num_heads={self.num_heads}, batch_size={self.batch_size}"
+
+
+def _boolean(key_padding_mask: Tensor | None, x_BLF: Tensor) -> Tensor | None:
+    """The padding as booleans, True = ignore; encoders pass it on as numbers 0 and -inf."""
+    if key_padding_mask is None:
+        return None
+    padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 else key_padding_mask
+    if padding.shape != x_BLF.shape[:2]:
+        raise ValueError(f"`key_padding_mask` must be {tuple(x_BLF.shape[:2])}, got shape {tuple(key_padding_mask.shape)}")
+    if padding.dtype == torch.bool:
+        return padding
+    ignored = padding == -torch.inf
+    if not bool((ignored | (padding == 0)).all()):
+        raise ValueError("`key_padding_mask` must be boolean, or numbers that are 0 (keep) or -inf (ignore)")
+    return ignored
+
+
+def _sdpa_mask(attn_mask: Tensor | None, x_BLF: Tensor, heads: int) -> Tensor | None:
+    """From this class's convention (True = forbidden, or `(B heads, L, L)`) to SDPA's (True = allowed)."""
+    if attn_mask is None:
+        return None
+    mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+    return mask if mask.dim() == 2 else mask.view(x_BLF.shape[0], heads, *mask.shape[1:])
+
+
+def refuse(module: nn.MultiheadAttention) -> str | None:
+    """Why this attention cannot be converted, or None."""
+    if module.kdim != module.embed_dim or module.vdim != module.embed_dim:
+        return "it has its own key or value width (kdim, vdim), which is cross-attention"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it adds keys of its own (add_bias_kv, add_zero_attn)"
+    return None
+
+
+def forbid_bypass(model: nn.Module) -> None:
+    """Keep encoders from turning padded input into nested tensors, which never reach `self_attn.forward`."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            if any(isinstance(m, RandomBatchMultiheadAttention) for m in module.modules()):
+                module.use_nested_tensor = module.enable_nested_tensor = False

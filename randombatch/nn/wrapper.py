@@ -1,0 +1,152 @@
+"""`RandomBatch`: any attention module, applied to random batches instead of everything at once."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from randombatch.attention import blocks
+from randombatch.attention.rows import check_rows, divide_rows
+from randombatch.division import Division, check_batch_size, fold_in
+from randombatch.nn.draws import Draws, mean
+
+# Modules keep about this many arrays as wide as their input alive; blocks are made smaller by it.
+ARRAYS_OF_A_MODULE = 4
+
+
+class RandomBatch(Draws, nn.Module):
+    """Apply `module` inside each random batch: batches are stacked to `(n, s, F)` and never padded.
+
+    Blocks of batches stream through the module; only the input is kept for the backward pass, which runs the module
+    again block by block (with the same random numbers) and adds up its parameters' gradients. The module must treat
+    the stacked batches independently: no statistics over its first dimension in training (LayerNorm is fine,
+    BatchNorm is not).
+
+    Args:
+        module: maps `(B, n, F)` to `(B, n, F')`; a `mask` argument is never used.
+        batch_size: p >= 2; p >= N is the module itself on each graph.
+    """
+
+    def __init__(self, module: nn.Module, batch_size: int) -> None:
+        super().__init__()
+        check_batch_size(batch_size)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`module` must be an nn.Module, got {type(module).__name__}")
+        self.module, self.batch_size = module, batch_size
+
+    def reset_parameters(self) -> None:
+        """Reset the wrapped module, under either of the names PyTorch Geometric uses."""
+        reset = getattr(self.module, "reset_parameters", None) or getattr(self.module, "_reset_parameters", None)
+        if reset is None:
+            raise AttributeError(f"{type(self.module).__name__} has no `reset_parameters`")
+        reset()
+
+    _reset_parameters = reset_parameters
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, batch: Tensor | None = None, ptr: Tensor | None = None
+    ) -> Tensor:
+        """`(N, F)` or `(B, N, F)` to the same with F' features; arguments as in `RandomBatchAttention.forward`."""
+        return apply_in_batches(self, self.module, list(self.module.parameters()), x, mask, batch, ptr)
+
+    def extra_repr(self) -> str:
+        return f"batch_size={self.batch_size}"
+
+
+@torch.compiler.disable
+def apply_in_batches(
+    draws: "RandomBatch",
+    function: Callable[[Tensor], Tensor],
+    parameters: list[nn.Parameter],
+    x: Tensor,
+    mask: Tensor | None = None,
+    batch: Tensor | None = None,
+    ptr: Tensor | None = None,
+) -> Tensor:
+    """`function` on every batch of the divisions that `draws` (with its `batch_size`) makes of x's rows."""
+    ptr = check_rows(x, mask, batch, ptr)
+    flat = x.reshape(-1, x.shape[-1])
+    if not len(flat):
+        return x.new_zeros(*x.shape[:-1], _width(function, x))
+    results = []
+    for seed in draws.seeds():
+        division = divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)
+        results.append(_Streamed.apply(function, division, draws.training, flat, *parameters))
+    return mean(results).view(*x.shape[:-1], -1)
+
+
+class _Streamed(torch.autograd.Function):
+    """Forward without a graph; backward runs each block again with one."""
+
+    @staticmethod
+    def forward(ctx, function, division, training, x_NF, *parameters):
+        ctx.function, ctx.division, ctx.training = function, division, training
+        ctx.autocast = torch.is_autocast_enabled(x_NF.device.type), torch.get_autocast_dtype(x_NF.device.type)
+        ctx.save_for_backward(x_NF, *parameters)
+        out_NF = None if division.num_items else x_NF.new_zeros(len(x_NF), _width(function, x_NF))
+        for number, rows, x_BPF in _blocks(x_NF, division):
+            with _random_numbers(ctx, number, x_NF.device):
+                y_BPF = _checked(function(x_BPF), x_BPF)
+            if out_NF is None:
+                out_NF = blocks.new_rows(y_BPF, x_NF.shape[0], y_BPF.shape[2], zero=division.num_items < len(x_NF))
+            blocks.put_rows(out_NF, rows, y_BPF.reshape(-1, y_BPF.shape[2]))
+        return out_NF
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_NF):
+        x_NF, *parameters = ctx.saved_tensors
+        wanted = [p for p in parameters if p.requires_grad]
+        sums = [torch.zeros_like(p) for p in wanted]
+        dx_NF = blocks.new_rows(x_NF, *x_NF.shape, zero=ctx.division.num_items < len(x_NF))
+        for number, rows, x_BPF in _blocks(x_NF, ctx.division):
+            x_BPF.requires_grad_()
+            with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
+                y_BPF = ctx.function(x_BPF)
+            grad_BPF = grad_NF[rows].view_as(y_BPF)
+            dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
+            for total, g in zip(sums, grads, strict=True):
+                if g is not None:
+                    total += g
+            if dx_BPF is None:
+                dx_NF[rows] = 0
+            else:
+                blocks.put_rows(dx_NF, rows, dx_BPF.reshape(-1, x_NF.shape[1]))
+        gradients = iter(sums)
+        return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
+
+
+def _blocks(x_NF: Tensor, division: Division) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Number, rows and stacked input of each block."""
+    size = blocks.rows_per_block(ARRAYS_OF_A_MODULE * x_NF.shape[1], x_NF.device)
+    for number, rows_BP in enumerate(division.blocks(size, x_NF.device)):
+        rows = rows_BP.flatten()
+        yield number, rows, x_NF.detach().index_select(0, rows).view(*rows_BP.shape, x_NF.shape[1])
+
+
+@contextlib.contextmanager
+def _random_numbers(ctx, number: int, device: torch.device) -> Iterator[None]:
+    """Give a block the same random numbers (dropout) and precision in both passes, and disturb no one else's."""
+    enabled, dtype = ctx.autocast
+    with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+        if not ctx.training:
+            yield
+            return
+        accelerators = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(accelerators, device_type="cuda" if device.type == "cpu" else device.type):
+            torch.manual_seed(fold_in(ctx.division.seed, number))
+            yield
+
+
+def _checked(y: Tensor, x_BPF: Tensor) -> Tensor:
+    if not isinstance(y, Tensor) or y.dim() != 3 or y.shape[:2] != x_BPF.shape[:2]:
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"the wrapped module must map {tuple(x_BPF.shape)} to (B, n, F'), got {got}")
+    return y
+
+
+def _width(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Output width for an input without rows: asked of the module with one row of zeros."""
+    with torch.no_grad():
+        return function(x.new_zeros(1, 2, x.shape[-1])).shape[-1]

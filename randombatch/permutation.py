@@ -1,0 +1,143 @@
+"""A keyed permutation of [0, n) that is computed, not stored.
+
+Position -> item by a Feistel network on pairs (left, right) in Z_a x Z_b, where b is a power of two near sqrt(n) and
+a = ceil(n / b):
+
+    left  <- left + F_r(right)  (mod a)
+    right <- right XOR G_r(left)              r = 1, ..., DOUBLE_ROUNDS
+
+The round functions see only about sqrt(n) different arguments, so they are tables: a round is two look-ups in the
+innermost cache. The domain a * b exceeds n by less than b; a point that lands outside [0, n) is sent through again
+(cycle walking), which happens to about one point in sqrt(n). Only integer operations: the same numbers on every
+platform, device and version.
+
+Below `SORTED_BELOW` items a network over so few points is not close enough to uniform, so the items are sorted by a
+64-bit hash instead: uniform over all n! orders for ideal hash values, and still a function of the seed alone.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+SORTED_BELOW = 4096
+DOUBLE_ROUNDS = 3
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+
+
+def _mix(z: int) -> int:
+    """The 64-bit finaliser of splitmix64: a bijection whose output bits each depend on every input bit."""
+    z = ((z ^ (z >> 30)) * _MULTIPLIER_1) & _MASK64
+    z = ((z ^ (z >> 27)) * _MULTIPLIER_2) & _MASK64
+    return z ^ (z >> 31)
+
+
+def fold_in(seed: int, *data: int) -> int:
+    """Mix integers (step, layer, run, ...) into a seed; the result is a seed in [0, 2^63).
+
+    The order of the integers and their number matter: `fold_in(s, 1, 2)`, `fold_in(s, 2, 1)` and `fold_in(s, 1)` all
+    differ.
+    """
+    state = _mix((int(seed) + _GOLDEN) & _MASK64)
+    for value in data:
+        state = _mix(((state + _GOLDEN) & _MASK64) ^ _mix(int(value) & _MASK64))
+    return state >> 1
+
+
+def _signed(z: int) -> int:
+    """The 64 bits of `z` as the signed integer that torch's wrapping int64 arithmetic knows them by."""
+    return z - (1 << 64) if z >> 63 else z
+
+
+def hash64(items: Tensor, seed: int) -> Tensor:
+    """A 64-bit hash of each int64 item under a seed: splitmix64 on tensors, its shifts masked to logical ones."""
+    h = items * _signed(_GOLDEN) + _signed(_mix((seed + _GOLDEN) & _MASK64))
+    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * _signed(_MULTIPLIER_1)
+    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * _signed(_MULTIPLIER_2)
+    return h ^ ((h >> 31) & ((1 << 33) - 1))
+
+
+def sorted_order(n: int, seed: int, device: torch.device | None = None) -> Tensor:
+    """[0, n) by increasing hash. The order of [0, m) for m < n is this one restricted to [0, m)."""
+    return torch.argsort(hash64(torch.arange(n, device=device), seed), stable=True)
+
+
+class Permutation:
+    """The permutation of [0, n) named by `seed`.
+
+    Args:
+        n: number of items.
+        seed: any integer; its lowest 64 bits count.
+        device: where its tables live and its arguments come from.
+    """
+
+    def __init__(self, n: int, seed: int, device: torch.device | None = None) -> None:
+        self.n, self.seed, self.device = n, seed, device
+
+    def items(self, positions: Tensor) -> Tensor:
+        """The item at each position (1-D). Time O(len(positions)), memory O(len(positions) + sqrt(n))."""
+        if self.n < SORTED_BELOW:
+            return self._sorted[0].index_select(0, positions)
+        return self._walk(self._network, positions)
+
+    def positions(self, items: Tensor) -> Tensor:
+        """The position of each item (1-D): the inverse of `items`."""
+        if self.n < SORTED_BELOW:
+            return self._sorted[1].index_select(0, items)
+        return self._walk(self._inverse_network, items)
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        order = sorted_order(self.n, self.seed, self.device)
+        return order, torch.argsort(order)
+
+    @functools.cached_property
+    def _tables(self) -> tuple[int, Tensor, Tensor, Tensor]:
+        """Bits of the right half, F (rounds, b), G (rounds, periods of a), and left mod a moved into place.
+
+        `left` is never reduced between rounds: it grows by less than a in each, and the tables indexed by it repeat
+        with period a as often as it can grow.
+        """
+        bits = (self.n - 1).bit_length() // 2
+        b, a = 1 << bits, -(-self.n >> bits)
+        h = hash64(torch.arange(DOUBLE_ROUNDS * (a + b), device=self.device), self.seed) & ((1 << 31) - 1)
+        shift = (h[: DOUBLE_ROUNDS * b] * a) >> 31
+        flip = (h[DOUBLE_ROUNDS * b :] & (b - 1)).view(DOUBLE_ROUNDS, a)
+        reduced = torch.arange(a, device=self.device) << bits
+        periods = DOUBLE_ROUNDS + 1
+        tables = shift.view(DOUBLE_ROUNDS, b), flip.repeat(1, periods), reduced.repeat(periods)
+        # Half the traffic where everything fits into 32 bits.
+        dtype = torch.int32 if self.n < 1 << 30 else torch.int64
+        return bits, *(table.to(dtype) for table in tables)
+
+    def _network(self, points: Tensor) -> Tensor:
+        bits, shift, flip, reduced = self._tables
+        points = points.to(reduced.dtype)
+        left, right = points >> bits, points & ((1 << bits) - 1)
+        for r in range(DOUBLE_ROUNDS):
+            left += shift[r].index_select(0, right)
+            right ^= flip[r].index_select(0, left)
+        return reduced.index_select(0, left).bitwise_or_(right).long()
+
+    def _inverse_network(self, points: Tensor) -> Tensor:
+        bits, shift, flip, reduced = self._tables
+        radix = reduced.numel() // (DOUBLE_ROUNDS + 1)
+        points = points.to(reduced.dtype)
+        left, right = points >> bits, points & ((1 << bits) - 1)
+        for r in reversed(range(DOUBLE_ROUNDS)):
+            right ^= flip[r].index_select(0, left)
+            left += radix - shift[r].index_select(0, right)
+        return reduced.index_select(0, left).bitwise_or_(right).long()
+
+    def _walk(self, network, points: Tensor) -> Tensor:
+        points = network(points)
+        outside = (points >= self.n).nonzero().squeeze(-1)
+        while outside.numel():
+            again = network(points[outside])
+            points[outside] = again
+            outside = outside[again >= self.n]
+        return points
