@@ -6,11 +6,11 @@ from randombatch.nn import RandomBatch, RandomBatchAttention, convert, converted
 from randombatch.version import __version__
 
 __all__ = [
-    "__version__",
     "Division",
     "ErrorEstimate",
     "RandomBatch",
     "RandomBatchAttention",
+    "__version__",
     "convert",
     "converted",
     "estimate_error",

@@ -53,7 +53,9 @@ class Division:
             raise ValueError(f"`num_items` must not be negative, got {num_items}")
         check_batch_size(batch_size, num_items)
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"`seed` must be an int, got {type(seed).__name__} {seed!r}: use Division.draw for a new one")
+            raise TypeError(
+                f"`seed` must be an int, got {type(seed).__name__} {seed!r}: use Division.draw for a new one"
+            )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         self.ptr = None if ptr is None else _check_ptr(ptr, num_items)
         self.rows: Tensor | None = None
@@ -260,7 +262,7 @@ class Division:
         rows = torch.as_tensor(rows)
         if rows.is_floating_point() or rows.dtype == torch.bool:
             raise TypeError(f"items must be integers, got {rows.dtype}")
-        rows = rows.long()
+        rows = rows.long().contiguous()
         if self.rows is None:
             known = (rows >= 0) & (rows < self.num_items)
         else:

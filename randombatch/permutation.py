@@ -109,10 +109,10 @@ class Permutation:
         flip = (h[DOUBLE_ROUNDS * b :] & (b - 1)).view(DOUBLE_ROUNDS, a)
         reduced = torch.arange(a, device=self.device) << bits
         periods = DOUBLE_ROUNDS + 1
-        tables = shift.view(DOUBLE_ROUNDS, b), flip.repeat(1, periods), reduced.repeat(periods)
         # Half the traffic where everything fits into 32 bits.
         dtype = torch.int32 if self.n < 1 << 30 else torch.int64
-        return bits, *(table.to(dtype) for table in tables)
+        shift, flip = shift.view(DOUBLE_ROUNDS, b).to(dtype), flip.repeat(1, periods).to(dtype)
+        return bits, shift, flip, reduced.repeat(periods).to(dtype)
 
     def _network(self, points: Tensor) -> Tensor:
         bits, shift, flip, reduced = self._tables

@@ -35,7 +35,12 @@ def test_golden_values() -> None:
     assert sorted_order(10, 7).tolist() == [3, 4, 2, 1, 9, 8, 7, 6, 5, 0]
     assert Permutation(10_000, 7).items(torch.arange(8)).tolist() == [2011, 4568, 8322, 5149, 9220, 2972, 5853, 9140]
     assert Permutation(10**10, 7).items(torch.arange(4)).tolist() == [5491931328, 2676415873, 1200680050, 9011830398]
-    assert [fold_in(0), fold_in(1, 2), fold_in(1, 2, 3), fold_in(-1, -2)] == [8147104208329303767, 1920155148110880619, 516031151763877018, 2795831619081842763]
+    assert [fold_in(0), fold_in(1, 2), fold_in(1, 2, 3), fold_in(-1, -2)] == [
+        8147104208329303767,
+        1920155148110880619,
+        516031151763877018,
+        2795831619081842763,
+    ]
 
 
 def test_the_order_of_fewer_items_is_the_order_restricted() -> None:

@@ -133,7 +133,11 @@ def softmax_backward(
     `dk` and `dv` may be one tensor, which then receives their sum (keys and values are the same rows).
     """
     groups, size, _ = q_GPD.shape
-    dropped = weights_GPP if keep_GPP is None else torch.mul(weights_GPP, keep_GPP, out=scratch("dropped", groups, size, size))
+    dropped = (
+        weights_GPP
+        if keep_GPP is None
+        else torch.mul(weights_GPP, keep_GPP, out=scratch("dropped", groups, size, size))
+    )
     torch.bmm(dropped.transpose(1, 2), grad_GPE, out=dv_GPE)
     dlogits = scratch("grad_weights", groups, size, size)
     torch.bmm(grad_GPE, v_GPE.transpose(1, 2), out=dlogits)
@@ -170,13 +174,13 @@ def dropout_scale(rows_CP: Tensor, heads: Tensor, probability: float, seed: int,
 
 
 def sgformer_forward(scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, v_GPE: Tensor, out_GPE: Tensor) -> None:
-    """SGFormer's attention with rows divided by their own norm: o_i = (sum_j <q_i, k_j> v_j + P v_i) / (sum_j <q_i, k_j> + P).
+    """SGFormer's attention, o_i = (sum_j <q_i, k_j> v_j + P v_i) / (sum_j <q_i, k_j> + P) with q, k of norm one.
 
     `q` and `k` are normalised in place; linear in P.
     """
     _normalise(scratch, "q", q_GPD)
     _normalise(scratch, "k", k_GPD)
-    kv_GDE, sum_GD, den_GP = _sgformer_sums(scratch, q_GPD, k_GPD, v_GPE)
+    kv_GDE, _, den_GP = _sgformer_sums(scratch, q_GPD, k_GPD, v_GPE)
     torch.bmm(q_GPD, kv_GDE, out=out_GPE)
     out_GPE.add_(v_GPE, alpha=q_GPD.shape[1]).div_(den_GP)
 
@@ -211,7 +215,7 @@ def sgformer_backward(
 
     `grad` is overwritten. `dv` may not be `dk`.
     """
-    groups, size, width = q_GPD.shape
+    groups, size, _ = q_GPD.shape
     kv_GDE, sum_GD1, den_GP1 = _sgformer_sums(scratch, q_GPD, k_GPD, v_GPE)
     grad_GPE.div_(den_GP1)
     dden_GP1 = torch.sum(grad_GPE * out_GPE, -1, keepdim=True).neg_()

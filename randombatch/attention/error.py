@@ -41,7 +41,8 @@ def estimate_error(
     (1/(p-1) - 1/(N-1)) Lambda_i is right for flat weights; where a query attends to a few items it is far off, because
     a batch holds few of them. docs/error.md has both beside the measured error.)
 
-    Time O(sample (N + rounds p) E) for each leading dimension, memory a few tens of MB. Nothing of size N x N, and no full run.
+    Time O(sample (N + rounds p) E) for each leading dimension, memory a few tens of MB: nothing of size N x N, and no
+    full run.
 
     Args:
         query: `(..., L, E)`.

@@ -104,13 +104,9 @@ def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
         raise ValueError(f"query, key and value must agree in their leading dimensions, got {leading}")
 
     def view(x: Tensor) -> Tensor:
-        if x.dim() == 4:
-            return x
         if x.dim() == 3 and not enable_gqa:
             return x.unsqueeze(1)
-        if x.dim() <= 3:
-            return x.reshape(1, -1, *x.shape[-2:])
-        return x.reshape(-1, *x.shape[-3:])
+        return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
 
     return view(query), view(key), view(value)
 

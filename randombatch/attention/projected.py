@@ -64,6 +64,10 @@ def projected_attention(
         recompute: False keeps the attention weights of all batches, N x p numbers, for the backward pass.
         block_rows: rows per block (default: from the cache, see `blocks.rows_per_block`).
     """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, in_weight, out_weight = x.to(dtype), in_weight.to(dtype), out_weight.to(dtype)
+        in_bias, out_bias = (None if b is None else b.to(dtype) for b in (in_bias, out_bias))
     wq, wk, wv = in_weight.chunk(3)
     bq, bk, bv = (None, None, None) if in_bias is None else in_bias.chunk(3)
     width = wq.shape[0]
@@ -109,7 +113,20 @@ class _Layer:
     """What forward and backward share: the stream of blocks up to the output projection."""
 
     def __init__(
-        self, x, in_weight, in_bias, seed, ptr, batch, mask, batch_size, heads, projections, kernel, dropout_p, block_rows
+        self,
+        x,
+        in_weight,
+        in_bias,
+        seed,
+        ptr,
+        batch,
+        mask,
+        batch_size,
+        heads,
+        projections,
+        kernel,
+        dropout_p,
+        block_rows,
     ):
         self.x = x.contiguous()
         self.scratch = blocks.Scratch(x.device, blocks.compute_dtype(x.dtype))
@@ -140,10 +157,14 @@ class _Layer:
         scratch, size = self.scratch, rows_CP.shape[1]
         rows = rows_CP.flatten()
         x_RF = blocks.take_rows(scratch, "x", self.x, rows)
-        projected_RW = linear(scratch("projected", rows.numel(), len(self.in_weight)), x_RF, self.in_weight, self.in_bias)
-        parts = list(self.heads_first("heads", projected_RW, self.projections).view(self.projections, -1, size, *self._width))
+        projected_RW = linear(
+            scratch("projected", rows.numel(), len(self.in_weight)), x_RF, self.in_weight, self.in_bias
+        )
+        parts = list(
+            self.heads_first("heads", projected_RW, self.projections).view(self.projections, -1, size, *self._width)
+        )
         x_GPD = x_RF.view(-1, size, x_RF.shape[1])
-        q, k, v = (*parts, *[x_GPD] * (3 - self.projections))
+        q, k, v = parts + [x_GPD] * (3 - self.projections)
         out = scratch("out", *v.shape)
         keep = None
         if self.kernel == "sgformer":
@@ -154,7 +175,9 @@ class _Layer:
             dropped = weights
             if self.dropout_p:
                 numbers = torch.arange(self.heads, device=rows.device)
-                keep = blocks.dropout_scale(rows_CP, numbers, self.dropout_p, self.division.seed, scratch.dtype).view_as(weights)
+                keep = blocks.dropout_scale(
+                    rows_CP, numbers, self.dropout_p, self.division.seed, scratch.dtype
+                ).view_as(weights)
                 dropped = torch.mul(weights, keep, out=scratch("dropped", *weights.shape))
             torch.bmm(dropped, v, out=out)
         return _Block(rows, x_RF, q, k, v, out, weights, keep, self.heads_last("attended", out[None]))
@@ -214,12 +237,13 @@ def projected(
     scratch = layer.scratch
     out_NF = layer.new_rows(len(out_weight))
     saved = x.new_empty(_saved_size(layer.division, heads, kernel, recompute), dtype=scratch.dtype)
-    out_weight, out_bias = (None if w is None else w.to(scratch.dtype) for w in (out_weight, out_bias))
+    out_weight = out_weight.to(scratch.dtype)
+    out_bias = None if out_bias is None else out_bias.to(scratch.dtype)
     start = 0
     for block in layer.stream():
         y_RF = linear(scratch("y", len(block.rows), out_NF.shape[1]), block.o_RF, out_weight, out_bias)
         blocks.put_rows(out_NF, block.rows, y_RF)
-        if saved.numel():
+        if saved.numel() and block.weights_GPP is not None:
             saved[start : start + block.weights_GPP.numel()] = block.weights_GPP.flatten()
             start += block.weights_GPP.numel()
     return out_NF, saved
@@ -230,9 +254,11 @@ def _saved_size(division: Division, heads: int, kernel: str, recompute: bool) ->
 
 
 @projected.register_fake
-def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, batch_size, heads, projections, kernel, *rest):
-    dropout_p, recompute, block_rows = rest
-    saved = 0
+def _(
+    x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, batch_size, heads, projections, kernel, *rest
+):
+    _, recompute, _ = rest
+    saved: int | torch.SymInt = 0
     if not recompute and kernel == "softmax":
         # How many depends on the sizes of the graphs, which only the real operator reads.
         saved = torch.library.get_ctx().new_dynamic_size()
@@ -267,7 +293,10 @@ def projected_backward(
     grad = grad.contiguous()
     dx_NF = layer.new_rows(x.shape[1])
     out_weight = out_weight.to(scratch.dtype)
-    sums = [torch.zeros(w.shape, dtype=scratch.dtype, device=x.device) for w in (in_weight, in_weight[:, 0], out_weight, grad[0])]
+    sums = [
+        torch.zeros(w.shape, dtype=scratch.dtype, device=x.device)
+        for w in (in_weight, in_weight[:, 0], out_weight, grad[0])
+    ]
     din_weight, din_bias, dout_weight, dout_bias = sums
     ones = din_weight.new_ones(max(layer.block_rows, min(batch_size, len(x))))
     for block in layer.stream(saved if saved.numel() else None):
@@ -287,7 +316,8 @@ def projected_backward(
         if in_bias is not None:
             din_bias.addmv_(dprojected_RW.t(), ones[: len(grad_RF)])
         blocks.put_rows(dx_NF, block.rows, dx_RF)
-    return dx_NF, *(s.to(x.dtype) for s in sums)
+    din_weight, din_bias, dout_weight, dout_bias = (s.to(x.dtype) for s in sums)
+    return dx_NF, din_weight, din_bias, dout_weight, dout_bias
 
 
 def _attention_backward(layer: _Layer, block: _Block, do_GPD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -296,10 +326,11 @@ def _attention_backward(layer: _Layer, block: _Block, do_GPD: Tensor) -> tuple[T
     dparts = scratch("grad_parts", layer.projections, *block.q_GPD.shape)
     dx = scratch("dx", *block.x_RF.shape) if layer.projections < 3 else None
     dx_GPD = None if dx is None else dx.view(block.v_GPD.shape)
-    dq, dk, dv = (*dparts, *[dx_GPD] * (3 - layer.projections))
+    dq, dk, dv = list(dparts) + [dx_GPD] * (3 - layer.projections)
     if layer.kernel == "sgformer":
         blocks.sgformer_backward(scratch, block.q_GPD, block.k_GPD, block.v_GPD, block.out_GPD, do_GPD, dq, dk, dv)
     else:
+        assert block.weights_GPP is not None
         blocks.softmax_backward(
             scratch, block.q_GPD, block.k_GPD, block.v_GPD, block.weights_GPP, block.keep_GPP, do_GPD, dq, dk, dv
         )  # fmt: skip
@@ -313,7 +344,7 @@ def _(grad, saved, x, in_weight, in_bias, out_weight, *rest):
 
 
 def _setup(ctx, inputs, output):
-    *tensors, batch_size, heads, projections, kernel, dropout_p, recompute, block_rows = inputs
+    *tensors, batch_size, heads, projections, kernel, dropout_p, _, block_rows = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.has_bias = inputs[2] is not None, inputs[4] is not None
     ctx.rest = batch_size, heads, projections, kernel, dropout_p, block_rows

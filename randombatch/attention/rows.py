@@ -36,7 +36,7 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
 def divide_rows(
     num_rows: int, seed: Tensor, batch_size: int, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None
 ) -> Division:
-    """The division of a table's rows: of those that `mask` calls valid, inside each graph that `mask`, `batch` or `ptr` tells."""
+    """The division of a table's rows (with `mask`, of the valid ones) inside each graph."""
     rows = None
     if mask is not None and not bool(mask.all()):
         rows = mask.flatten().nonzero().squeeze(1)

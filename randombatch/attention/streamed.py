@@ -124,7 +124,6 @@ def _stream(
     """Gather each block and compute its weights: the part that forward and backward share."""
     q_table, k_table, v_table = tables
     batch, heads, _, width = q_table.shape
-    groups = heads // k_table.shape[1]
     device = scratch.device
     widest = max(width, v_table.shape[3], min(division.batch_size, division.num_items))
     budget = blocks.rows_per_block(widest, device)
@@ -132,27 +131,26 @@ def _stream(
         leads = max(1, budget // (heads * rows_CP.numel()))
         for first in range(0, batch, leads):
             lead = slice(first, min(first + leads, batch))
-            count, size = rows_CP.shape
-            stacked = (lead.stop - first) * heads * count
-            rows = rows_CP.flatten()
-
-            def gather(name: str, table: _Table) -> Tensor:
-                return blocks.take_rows(scratch, name, table.flat, table.index(rows, lead))
-
-            def gather_shared(name: str, table: _Table) -> Tensor:
-                taken = gather(name, table).view(lead.stop - first, -1, 1, rows.numel(), table.shape[3])
-                return taken.expand(-1, -1, groups, -1, -1).reshape(stacked, size, -1)
-
-            q = gather("q", q_table).mul_(scale).view(stacked, size, -1)
-            k, v = gather_shared("k", k_table), gather_shared("v", v_table)
+            q = _gather(scratch, "q", q_table, rows_CP, lead, heads).mul_(scale)
+            k = _gather(scratch, "k", k_table, rows_CP, lead, heads)
+            v = _gather(scratch, "v", v_table, rows_CP, lead, heads)
             bias = restriction.bias(rows_CP, lead, scratch.dtype)
-            weights = blocks.softmax_weights(scratch, q, k, bias, (lead.stop - first, heads, count))
+            weights = blocks.softmax_weights(scratch, q, k, bias, (lead.stop - first, heads, len(rows_CP)))
             keep = None
             if dropout_p:
                 numbers = torch.arange(first * heads, lead.stop * heads, device=device)
                 keep = blocks.dropout_scale(rows_CP, numbers, dropout_p, division.seed, scratch.dtype)
                 keep = keep.view_as(weights)
             yield _Block(rows_CP, lead, q, k, v, weights, keep)
+
+
+def _gather(scratch: blocks.Scratch, name: str, table: _Table, rows_CP: Tensor, lead: slice, heads: int) -> Tensor:
+    """A block's rows as `(G, P, width)`, each head repeated for all of the query's that it serves."""
+    rows = rows_CP.flatten()
+    taken = blocks.take_rows(scratch, name, table.flat, table.index(rows, lead))
+    taken = taken.view(lead.stop - lead.start, table.shape[1], 1, rows.numel(), table.shape[3])
+    taken = taken.expand(-1, -1, heads // table.shape[1], -1, -1)
+    return taken.reshape(-1, rows_CP.shape[1], table.shape[3])
 
 
 @torch.library.custom_op("randombatch::attention", mutates_args=())
@@ -225,7 +223,9 @@ def attention_backward(
     """Gradients of query, key, value and (where asked for, else empty) the additive mask."""
     division = named_division(query.shape[2], seed, batch_size, ptr, rows)
     dq, dk, dv = (blocks.new_rows(x, *x.shape, zero=division.num_items < query.shape[2]) for x in (query, key, value))
-    dmask = torch.zeros_like(mask, memory_format=torch.contiguous_format) if mask_grad else grad.new_empty(0)
+    dmask = grad.new_empty(0)
+    if mask_grad and mask is not None:
+        dmask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
     restriction = Restriction(
         padding_BL=padding, mask=mask, is_causal=is_causal, self_correction=self_correction, division=division
     )

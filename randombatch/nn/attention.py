@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from randombatch.attention.projected import KERNELS, projected_attention
 from randombatch.attention.rows import check_rows
 from randombatch.division import check_batch_size
-from randombatch.nn.draws import Draws, autocast, mean
+from randombatch.nn.draws import Draws, mean
 
 
 class RandomBatchAttention(Draws, nn.Module):
@@ -14,8 +14,8 @@ class RandomBatchAttention(Draws, nn.Module):
 
     y = concat_h(attention_h(x W_q', x W_k', x W_v')) W_out', attention restricted to the item's batch. Time O(N p F +
     N F^2). Gathering, projections, attention and output projection run block by block and only the input is kept for
-    the backward pass, so memory beyond output and gradients is a few MB whatever N is. Parameters are named and shaped as in
-    `nn.MultiheadAttention`: a state dict of one loads into the other.
+    the backward pass, so memory beyond output and gradients is a few MB whatever N is. Parameters are named and shaped
+    as in `nn.MultiheadAttention`: a state dict of one loads into the other.
 
     Args:
         embed_dim: F, width of input and output.
@@ -25,7 +25,7 @@ class RandomBatchAttention(Draws, nn.Module):
         dropout: of the attention weights, in training (softmax kernel only).
         kernel: "softmax", or "sgformer": SGFormer's linear attention, q and k divided by their row norms,
             o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) over a batch of s, for each head.
-        recompute: False keeps the softmax weights (N p H numbers) from the forward pass instead of computing them again.
+        recompute: False keeps the softmax weights (N p H numbers) from the forward pass for the backward pass.
         block_rows: rows per block; default: from the size of the cache (CPU) or a byte budget (accelerators).
 
     `eval_rounds` and `eval_seed` (see `Draws`) may be set on the module: in `eval()` the divisions are fixed ones.
@@ -94,12 +94,13 @@ class RandomBatchAttention(Draws, nn.Module):
             raise ValueError(f"`x` must have `embed_dim` = {self.embed_dim} features, got shape {tuple(x.shape)}")
         if not x.numel():
             return self.out_proj(x)
-        tensors = autocast(
-            x.reshape(-1, x.shape[-1]), self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
-        )
         results = [
             projected_attention(
-                *tensors,
+                x.reshape(-1, x.shape[-1]),
+                self.in_proj_weight,
+                self.in_proj_bias,
+                self.out_proj.weight,
+                self.out_proj.bias,
                 seed,
                 self.batch_size,
                 heads=self.num_heads,

@@ -26,12 +26,12 @@ def convert(
     """Restrict the attention inside a model to random batches, in place, keeping its weights.
 
     Known attention: PyTorch Geometric's `SGFormerAttention`, `PolynormerAttention` and `PerformerAttention` (so
-    `SGFormer`, `Polynormer`, `GPSConv`), `nn.MultiheadAttention` (so `nn.TransformerEncoder`, `GPSConv`), and Hugging Face
-    encoders. State dicts keep their names. The first forward afterwards checks that every replaced attention was really called and
-    raises if one was skipped. With `batch_size` >= N the model computes what it did before.
+    `SGFormer`, `Polynormer`, `GPSConv`), `nn.MultiheadAttention` (so `nn.TransformerEncoder`, `GPSConv`), and Hugging
+    Face encoders. State dicts keep their names. The first forward afterwards checks that every replaced attention was
+    really called and raises if one was skipped. With `batch_size` >= N the model computes what it did before.
 
     Args:
-        model: changed in place; only if it is itself an attention module, a new module (sharing its weights) is returned.
+        model: changed in place; if it is itself an attention module, a new one that shares its weights is returned.
         batch_size: p >= 2.
         names: convert only these modules, by their names in `model.named_modules()` (default: all that are known).
         self_correction: see `random_batch_attention`; right for running an already trained softmax model.

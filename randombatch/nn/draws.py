@@ -1,4 +1,4 @@
-"""What every module shares: when it draws its divisions, and how it follows autocast."""
+"""When a module draws its divisions."""
 
 import torch
 from torch import Tensor
@@ -30,11 +30,3 @@ class Draws:
 
 def mean(results: list[Tensor]) -> Tensor:
     return results[0] if len(results) == 1 else torch.stack(results).mean(0)
-
-
-def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in the type that autocast, where it is on, gives to matrix products."""
-    device = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors]

@@ -5,6 +5,7 @@ function of its own, transformers would silently drop the padding of a registere
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from randombatch.attention.functional import random_batch_attention
 from randombatch.division import Division, draw_seed, fold_in
+from randombatch.nn.draws import mean
 
 NAME = "random_batch"
 DEFAULT_BATCH_SIZE = 256
@@ -49,7 +51,9 @@ def padding_mask(
     return None if attention_mask is None else attention_mask[:, :kv_length].bool()
 
 
-_NO_CROSS = "random batches divide items together with their keys, so cross-attention and key-value caches cannot use them"
+_NO_CROSS = (
+    "random batches divide items together with their keys, so cross-attention and key-value caches cannot use them"
+)
 
 
 def random_batch_forward(
@@ -74,24 +78,26 @@ def random_batch_forward(
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} adds a position bias of size L x L, which is not supported")
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"expected a (batch, L) padding mask, got shape {tuple(attention_mask.shape)}: call register()")
-    config = module.config
+        raise ValueError(
+            f"expected a (batch, L) padding mask, got shape {tuple(attention_mask.shape)}: call register()"
+        )
+    config: Any = module.config
     rounds = 1 if module.training else getattr(config, "random_batch_eval_rounds", 1)
-    options = {
+    options: dict[str, Any] = {
         "batch_size": getattr(config, "random_batch_size", DEFAULT_BATCH_SIZE),
         "dropout_p": dropout if module.training else 0.0,
         "scale": scaling,
         "self_correction": getattr(config, "random_batch_self_correction", False),
     }
     layer = getattr(module, "random_batch_layer", getattr(module, "layer_idx", None) or 0)
-    total: Tensor | float = 0.0
-    for i in range(rounds):
-        seed = int(draw_seed()) if module.training else fold_in(layer, i)
-        total = total + _attend(query, key, value, attention_mask, seed, **options)
-    return (total / rounds).transpose(1, 2).contiguous(), None
+    seeds = [int(draw_seed()) if module.training else fold_in(layer, i) for i in range(rounds)]
+    out_BHLD = mean([_attend(query, key, value, attention_mask, seed, **options) for seed in seeds])
+    return out_BHLD.transpose(1, 2).contiguous(), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, seed: int, batch_size: int, **options) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, seed: int, batch_size: int, **options
+) -> Tensor:
     """Each sequence is divided by itself, its valid tokens only; a sequence that fits one batch is full attention."""
     batch, heads, length, _ = query.shape
     options["enable_gqa"] = key.shape[1] != heads
@@ -111,17 +117,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, see
     return out.transpose(1, 2).view(batch, length, heads, -1).transpose(1, 2)
 
 
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+def attention_modules(model: nn.Module) -> dict[str, Any]:
     """The modules of a model that ask transformers' registry for their attention function."""
     return {name: m for name, m in model.named_modules() if _asks_registry(type(m))}
 
 
-def _asks_registry(kind: type) -> bool:
+def _asks_registry(kind: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def convert_model(model: PreTrainedModel, batch_size: int, self_correction: bool, eval_rounds: int) -> dict[str, nn.Module]:
+def convert_model(model: PreTrainedModel, batch_size: int, self_correction: bool, eval_rounds: int) -> dict[str, Any]:
     """Set the attention of one model; returns its attention modules by name."""
     found = attention_modules(model)
     if not found or not model._can_set_attn_implementation():

@@ -10,7 +10,7 @@ from randombatch.nn.draws import Draws
 from randombatch.nn.wrapper import apply_in_batches
 
 
-class _InBatches(Draws):
+class _InBatches(Draws, nn.Module):
     """The attention of the class that follows in the inheritance, inside each random batch of each graph's valid rows.
 
     Batches are never padded, so the keys of padding that those classes leave in their denominators never get there.
@@ -76,7 +76,7 @@ def skipped_on_purpose(model: nn.Module) -> bool:
 
 
 class _OneGraph:
-    """Lets `model(x, edge_index)` and `batch=None` mean a single graph."""
+    """Lets `model(x, edge_index)` and `batch=None` mean a single graph, and keeps the rows of a graph in order."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         names = ("x", "edge_index", "batch")
@@ -84,4 +84,13 @@ class _OneGraph:
         if given.get("batch") is None:
             x = given["x"]
             given["batch"] = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        if isinstance(module, Polynormer):
+            given["batch"] = given["batch"].as_subclass(_SortsStably)
         return (), given
+
+
+class _SortsStably(Tensor):
+    """Polynormer sorts `batch` unstably: rows of a graph change places depending on the graphs beside it."""
+
+    def sort(self, *args, **kwargs):
+        return self.as_subclass(Tensor).sort(*args, **kwargs, stable=True)

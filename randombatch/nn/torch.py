@@ -8,7 +8,7 @@ from randombatch.attention.functional import random_batch_attention
 from randombatch.attention.projected import projected_attention
 from randombatch.attention.rows import check_rows
 from randombatch.division import Division
-from randombatch.nn.draws import Draws, autocast, mean
+from randombatch.nn.draws import Draws, mean
 
 
 class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
@@ -65,11 +65,19 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
     def _attend(self, x_BLF: Tensor, seed: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor:
         batch, length, width = x_BLF.shape
         dropout_p = self.dropout if self.training else 0.0
-        if mask is None and not self.self_correction and x_BLF.numel() and (padding is None or length > self.batch_size):
+        if (
+            mask is None
+            and not self.self_correction
+            and x_BLF.numel()
+            and (padding is None or length > self.batch_size)
+        ):
             valid = None if padding is None else ~padding
-            weights = self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
             out_NF = projected_attention(
-                *autocast(x_BLF.reshape(-1, width), *weights),
+                x_BLF.reshape(-1, width),
+                self.in_proj_weight,
+                self.in_proj_bias,
+                self.out_proj.weight,
+                self.out_proj.bias,
                 seed,
                 self.batch_size,
                 heads=self.num_heads,
@@ -78,9 +86,13 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
                 dropout_p=dropout_p,
             )
             return out_NF.view(x_BLF.shape)
-        q, k, v = F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias).view(batch, length, 3, self.num_heads, -1).unbind(2)
+        q, k, v = (
+            F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias).view(batch, length, 3, self.num_heads, -1).unbind(2)
+        )
         out_BHLD = random_batch_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             division=Division(length, max(2, self.batch_size), int(seed)),
             key_padding_mask=padding,
             attn_mask=mask,
@@ -99,7 +111,9 @@ def _boolean(key_padding_mask: Tensor | None, x_BLF: Tensor) -> Tensor | None:
         return None
     padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 else key_padding_mask
     if padding.shape != x_BLF.shape[:2]:
-        raise ValueError(f"`key_padding_mask` must be {tuple(x_BLF.shape[:2])}, got shape {tuple(key_padding_mask.shape)}")
+        raise ValueError(
+            f"`key_padding_mask` must be {tuple(x_BLF.shape[:2])}, got shape {tuple(key_padding_mask.shape)}"
+        )
     if padding.dtype == torch.bool:
         return padding
     ignored = padding == -torch.inf
@@ -128,6 +142,6 @@ def refuse(module: nn.MultiheadAttention) -> str | None:
 def forbid_bypass(model: nn.Module) -> None:
     """Keep encoders from turning padded input into nested tensors, which never reach `self_attn.forward`."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            if any(isinstance(m, RandomBatchMultiheadAttention) for m in module.modules()):
-                module.use_nested_tensor = module.enable_nested_tensor = False
+        holds_ours = any(isinstance(m, RandomBatchMultiheadAttention) for m in module.modules())
+        if isinstance(module, nn.TransformerEncoder) and holds_ours:
+            module.use_nested_tensor = module.enable_nested_tensor = False

@@ -1,0 +1,130 @@
+"""The layer operator: equal to projections around `naive` in value and every gradient, folded or not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from randombatch import Division
+from randombatch.attention import naive_attention
+from randombatch.attention.projected import projected, projected_attention, projected_backward
+from randombatch.attention.rows import divide_rows
+
+WIDTH = 8
+
+
+def naive_sgformer(q: Tensor, k: Tensor, v: Tensor, division: Division) -> Tensor:
+    """SGFormer's attention inside each batch, `(H, N, D)`, as its formula reads."""
+    out = torch.zeros_like(v)
+    for i in division.order().split(list(division.sizes)):
+        qn, kn = (x[:, i] / x[:, i].norm(dim=-1, keepdim=True) for x in (q, k))
+        similar = qn @ kn.transpose(1, 2)
+        numerator = similar @ v[:, i] + len(i) * v[:, i]
+        out = out.index_copy(1, i, numerator / (similar.sum(-1, keepdim=True) + len(i)))
+    return out
+
+
+def naive_layer(x: Tensor, weights: list[Tensor | None], division: Division, heads: int, kernel: str, dropout_p: float):
+    """Project, attend, project back, with nothing but torch and autograd."""
+    in_weight, in_bias, out_weight, out_bias = weights
+    projected_x = torch.nn.functional.linear(x, in_weight, in_bias)
+    q, k, v = projected_x.view(len(x), 3, heads, -1).permute(1, 2, 0, 3)
+    if kernel == "softmax":
+        o = naive_attention(q[None], k[None], v[None], division, dropout_p=dropout_p)[0]
+    else:
+        o = naive_sgformer(q, k, v, division)
+    y = torch.nn.functional.linear(o.transpose(0, 1).reshape(len(x), -1), out_weight, out_bias)
+    member = torch.zeros(len(x), 1, dtype=x.dtype).index_fill(0, division.order(), 1.0)
+    return y * member
+
+
+def make(n: int, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor | None]]:
+    shapes: list[tuple[int, ...] | None] = [(3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,)]
+    weights = [
+        None if len(s) == 1 and not bias else torch.randn(s, dtype=dtype, requires_grad=True)
+        for s in shapes
+        if s is not None
+    ]
+    return torch.randn(n, WIDTH, dtype=dtype, requires_grad=True), weights
+
+
+def assert_same(n: int, p: int, heads: int, kernel: str, bias: bool, **kwargs: Any) -> None:
+    x, weights = make(n, bias)
+    described = [kwargs.get(name) for name in ("ptr", "batch", "mask")]
+    division = divide_rows(n, torch.tensor(3), p, *described)
+    fast = projected_attention(x, *weights, torch.tensor(3), p, heads=heads, kernel=kernel, **kwargs)
+    truth = naive_layer(x, weights, division, heads, kernel, kwargs.get("dropout_p", 0.0))
+    torch.testing.assert_close(fast, truth, rtol=0, atol=1e-11)
+    leaves = [t for t in (x, *weights) if t is not None]
+    grad = torch.randn_like(truth)
+    for a, b in zip(torch.autograd.grad(fast, leaves, grad), torch.autograd.grad(truth, leaves, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("n", "p"), [(1, 2), (5, 9), (9, 9), (33, 4), (101, 7)])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_naive(n: int, p: int, heads: int, kernel: str, bias: bool) -> None:
+    assert_same(n, p, heads, kernel, bias)
+    assert_same(n, p, heads, kernel, bias, recompute=False, block_rows=20)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_equals_naive_on_several_graphs(heads: int, kernel: str) -> None:
+    mask = torch.rand(3, 20) < 0.6
+    mask[1] = False
+    assert_same(60, 5, heads, kernel, True, mask=mask)
+    assert_same(60, 5, heads, kernel, True, mask=torch.ones(3, 20, dtype=torch.bool))
+    assert_same(60, 5, heads, kernel, True, ptr=torch.tensor([0, 11, 11, 60]), recompute=False, block_rows=12)
+    assert_same(60, 5, heads, kernel, True, batch=torch.randint(0, 4, (60,)))
+    assert_same(60, 5, heads, kernel, True, batch=torch.randint(0, 4, (60,)).sort().values)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_equals_naive_with_dropout(heads: int) -> None:
+    assert_same(50, 7, heads, "softmax", True, dropout_p=0.4, block_rows=16)
+    assert_same(50, 7, heads, "softmax", False, dropout_p=0.4, recompute=False)
+
+
+def test_gradcheck_and_opcheck() -> None:
+    x, weights = make(9, True)
+    for kernel in ("softmax", "sgformer"):
+        torch.autograd.gradcheck(
+            lambda *t, kernel=kernel: projected_attention(*t, torch.tensor(1), 4, kernel=kernel), [x, *weights]
+        )
+    tail = (torch.tensor(1), None, None, None, 4, 2, 3, "softmax", 0.1)
+    for recompute in (True, False):
+        torch.library.opcheck(projected, (x, *weights, *tail, recompute, 64))
+    detached = [t.detach() for t in (torch.randn_like(x), x.new_empty(0), x, *weights) if t is not None]
+    torch.library.opcheck(projected_backward, (*detached, *tail, 64))
+
+
+def test_a_zero_row_has_no_direction_and_no_gradient() -> None:
+    x, weights = make(12, False)
+    with torch.no_grad():
+        x[3] = 0
+    out = projected_attention(x, *weights, torch.tensor(0), 4, kernel="sgformer")
+    gradient = torch.autograd.grad(out.sum(), x)[0]
+    assert out.isfinite().all()
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() < 1e3
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    x, weights = make(300, True, torch.float32)
+    low = [None if t is None else t.detach().bfloat16().requires_grad_() for t in (x, *weights)]
+    high = [None if t is None else t.detach().float().requires_grad_() for t in low]
+    results = []
+    for tensors in (low, high):
+        out = projected_attention(*tensors, torch.tensor(0), 16, heads=2)
+        out.float().sum().backward()
+        results.append((out, *(t.grad for t in tensors if t is not None)))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2 * float(b.detach().abs().max()))

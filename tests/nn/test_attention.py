@@ -1,0 +1,208 @@
+"""`RandomBatchAttention`: parameters as in `nn.MultiheadAttention`, graphs never mix, padding never leaks."""
+
+import pytest
+import torch
+from torch import nn
+
+import randombatch as rb
+from randombatch import Division, RandomBatchAttention, fold_in
+from randombatch.attention import naive_attention
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_batch_is_multihead_attention_with_the_same_weights(heads: int, bias: bool) -> None:
+    theirs = nn.MultiheadAttention(16, heads, bias=bias, batch_first=True, dtype=torch.float64)
+    ours = RandomBatchAttention(16, heads, 50, bias=bias, dtype=torch.float64)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    a, b = ours(x), theirs(x, x, x)[0]
+    torch.testing.assert_close(a, b)
+    grad = torch.randn_like(a)
+    leaves = [x, *ours.parameters()], [x, *theirs.parameters()]
+    for g, h in zip(
+        torch.autograd.grad(a, leaves[0], grad), torch.autograd.grad(b, leaves[1], grad, allow_unused=True), strict=True
+    ):
+        torch.testing.assert_close(g, h)
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_starts_like_multihead_attention() -> None:
+    torch.manual_seed(3)
+    ours = RandomBatchAttention(32, 2, 8)
+    bound = (6 / (32 + 96)) ** 0.5
+    assert ours.in_proj_weight.abs().max() <= bound
+    assert ours.in_proj_weight.abs().max() > 0.9 * bound
+    assert (ours.in_proj_bias == 0).all()
+    assert (ours.out_proj.bias == 0).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_training_draws_and_evaluation_does_not(heads: int, kernel: str) -> None:
+    layer = RandomBatchAttention(8, heads, 10, kernel=kernel)
+    x = torch.randn(100, 8)
+    torch.manual_seed(1)
+    first, second = layer(x), layer(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x), first)
+    layer.eval()
+    state = torch.get_rng_state()
+    assert torch.equal(layer(x), layer(x))
+    assert torch.equal(state, torch.get_rng_state())
+    other = layer(x)
+    layer.eval_seed = 1
+    assert not torch.equal(layer(x), other)
+
+
+def test_one_forward_draws_one_integer_from_the_default_generator() -> None:
+    layer = RandomBatchAttention(8, 1, 10, dropout=0.5)
+    x = torch.randn(1000, 8)
+    torch.manual_seed(5)
+    layer(x)
+    after = torch.randint(1 << 30, ())
+    torch.manual_seed(5)
+    torch.randint((1 << 63) - 1, ())
+    assert torch.randint(1 << 30, ()) == after
+
+
+def test_evaluation_averages_its_rounds() -> None:
+    layer = RandomBatchAttention(8, 2, 10, dtype=torch.float64).eval()
+    x = torch.randn(100, 8, dtype=torch.float64)
+    layer.eval_rounds = 3
+    q, k, v = nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).view(100, 3, 2, 4).permute(1, 2, 0, 3)
+    each = [naive_attention(q[None], k[None], v[None], Division(100, 10, fold_in(0, i)))[0] for i in range(3)]
+    expected = layer.out_proj((sum(each) / 3).transpose(0, 1).reshape(100, 8))
+    torch.testing.assert_close(layer(x), expected)
+    full = RandomBatchAttention(8, 2, 100, dtype=torch.float64).eval()
+    full.load_state_dict(layer.state_dict())
+    errors = []
+    for rounds in (1, 16):
+        layer.eval_rounds = rounds
+        errors.append(float((layer(x) - full(x)).detach().norm()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_never_depends_on_padding_or_neighbours(kernel: str, heads: int, training: bool) -> None:
+    layer = RandomBatchAttention(8, heads, 6, kernel=kernel).train(training)
+    graphs = [torch.randn(n, 8) for n in (17, 1, 40, 17)]
+
+    def run(*args, **kwargs):
+        torch.manual_seed(9)
+        return layer(*args, **kwargs)
+
+    alone = [run(g) for g in graphs]
+    for junk in (0.0, 1e6, float("nan")):
+        for length in (40, 55):
+            padded = torch.full((4, length, 8), junk)
+            mask = torch.zeros(4, length, dtype=torch.bool)
+            for b, g in enumerate(graphs):
+                # Valid rows need not stand in front.
+                where = torch.randperm(length)[: len(g)].sort().values
+                padded[b, where] = g
+                mask[b, where] = True
+            out = run(padded, mask)
+            assert (out[~mask] == 0).all()
+            for b in range(4):
+                torch.testing.assert_close(out[b][mask[b]], alone[b], rtol=1e-5, atol=1e-6)
+    joined = torch.cat(graphs)
+    number = torch.repeat_interleave(torch.arange(4), torch.tensor([17, 1, 40, 17]))
+    ptr = torch.tensor([0, 17, 18, 58, 75])
+    torch.testing.assert_close(run(joined, ptr=ptr), torch.cat(alone), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(run(joined, batch=number), torch.cat(alone), rtol=1e-5, atol=1e-6)
+    mixed = torch.argsort(torch.rand(75) + 0.0)
+    keep_order = torch.argsort(number[mixed], stable=True)
+    shuffled = run(joined[mixed], batch=number[mixed])
+    again = run(joined[mixed][keep_order], batch=number)
+    torch.testing.assert_close(shuffled[keep_order], again, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_padding_is_zero() -> None:
+    layer = RandomBatchAttention(8, 2, 4)
+    x = torch.randn(2, 10, 8, requires_grad=True)
+    mask = torch.rand(2, 10) < 0.5
+    layer(x, mask).sum().backward()
+    assert x.grad is not None
+    assert (x.grad[~mask] == 0).all()
+    assert (x.grad[mask] != 0).any()
+
+
+def test_compiles_whole() -> None:
+    layer = RandomBatchAttention(16, 2, 8, dropout=0.1)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.randn(3, 20, 16, requires_grad=True)
+    mask = torch.rand(3, 20) < 0.7
+    for args in ((x[0],), (x,), (x, mask)):
+        results = []
+        for f in (layer, compiled):
+            torch.manual_seed(2)
+            layer.zero_grad()
+            x.grad = None
+            f(*args).square().sum().backward()
+            results.append([x.grad, *(p.grad for p in layer.parameters())])
+        torch.testing.assert_close(results[0], results[1])
+
+
+def test_autocast_and_half() -> None:
+    layer = RandomBatchAttention(16, 2, 8).eval()
+    x = torch.randn(50, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), layer(x), rtol=0.05, atol=0.02)
+    torch.testing.assert_close(layer.bfloat16()(x.bfloat16()), out)
+
+
+def test_nothing_and_one() -> None:
+    layer = RandomBatchAttention(8, 2, 4)
+    assert layer(torch.randn(0, 8)).shape == (0, 8)
+    assert layer(torch.randn(2, 0, 8)).shape == (2, 0, 8)
+    x = torch.randn(1, 8)
+    v = nn.functional.linear(x, layer.in_proj_weight[16:], layer.in_proj_bias[16:])
+    torch.testing.assert_close(layer(x), layer.out_proj(v))
+    nothing_valid = layer(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool))
+    assert (nothing_valid == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"batch_size": 1}, ValueError, "`batch_size` must be at least 2"),
+        ({"batch_size": "8"}, TypeError, "`batch_size` must be an int"),
+        ({"num_heads": 3}, ValueError, "`embed_dim` must be a multiple of `num_heads`, got 8 and 3"),
+        ({"kernel": "linear"}, ValueError, "`kernel` must be one of softmax, sgformer, got 'linear'"),
+        ({"dropout": 1.0}, ValueError, r"`dropout` must lie in \[0, 1\)"),
+        ({"dropout": 0.5, "kernel": "sgformer"}, ValueError, "set `dropout` to 0"),
+    ],
+)
+def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RandomBatchAttention(8, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("x", "kwargs", "error", "message"),
+    [
+        (torch.randn(10, 7), {}, ValueError, "`embed_dim` = 8 features, got shape"),
+        (torch.randn(8), {}, ValueError, r"must be \(N, F\) or \(B, N, F\)"),
+        (torch.ones(10, 8, dtype=torch.long), {}, TypeError, "`x` must be a floating-point tensor, got torch.int64"),
+        (torch.randn(2, 5, 8), {"mask": torch.ones(2, 4).bool()}, ValueError, r"`mask` must be \(B, N\) = \(2, 5\)"),
+        (torch.randn(2, 5, 8), {"mask": torch.ones(2, 5)}, TypeError, "`mask` must be boolean"),
+        (torch.randn(10, 8), {"mask": torch.ones(1, 10).bool()}, ValueError, "give `batch` or `ptr`"),
+        (torch.randn(10, 8), {"ptr": torch.tensor([0, 9])}, ValueError, "`ptr` must rise from 0 to"),
+        (torch.randn(10, 8), {"ptr": torch.tensor([0, 7, 3, 10])}, ValueError, "`ptr` must rise from 0 to"),
+        (torch.randn(10, 8), {"batch": torch.zeros(9).long()}, ValueError, "`batch` must be 10 integers"),
+        (torch.randn(2, 5, 8), {"batch": torch.zeros(10).long()}, ValueError, "for \\(B, N, F\\) give `mask`"),
+    ],
+)
+def test_bad_input(x: torch.Tensor, kwargs: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RandomBatchAttention(8, 2, 4)(x, **kwargs)
+
+
+def test_public_names() -> None:
+    assert rb.RandomBatchAttention is RandomBatchAttention

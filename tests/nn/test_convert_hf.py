@@ -1,0 +1,172 @@
+"""`convert` on Hugging Face encoders, randomly initialised: BERT, ViT, ESM, with padding; decoders are refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from randombatch import convert, converted  # noqa: E402
+from randombatch.nn import hf  # noqa: E402
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SMALL, vocab_size=50, max_position_embeddings=64))
+
+
+def esm() -> nn.Module:
+    config = transformers.EsmConfig(
+        **SMALL, vocab_size=33, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary", token_dropout=False
+    )
+    return transformers.EsmModel(config)
+
+
+def vit() -> nn.Module:
+    return transformers.ViTModel(transformers.ViTConfig(**SMALL, image_size=24, patch_size=4))
+
+
+def tokens(length: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(5, 30, (3, length))
+    mask = (torch.arange(length) < torch.tensor([length, 9, 25])[:, None]).long()
+    return ids.masked_fill(mask == 0, 1), mask
+
+
+@pytest.mark.parametrize("make", [bert, esm])
+@pytest.mark.parametrize("training", [True, False])
+def test_one_batch_equals_the_original_with_padding(make, training: bool) -> None:
+    original = make().train(training)
+    model = convert(copy.deepcopy(original), 64)
+    ids, mask = tokens()
+    for attention_mask in (None, mask, torch.ones_like(mask)):
+        ours = model(ids, attention_mask=attention_mask).last_hidden_state
+        theirs = original(ids, attention_mask=attention_mask).last_hidden_state
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_one_batch_equals_the_original_vision_transformer(training: bool) -> None:
+    original = vit().train(training)
+    model = convert(copy.deepcopy(original), 64)
+    pixels = torch.randn(2, 3, 24, 24)
+    torch.testing.assert_close(
+        model(pixels).last_hidden_state, original(pixels).last_hidden_state, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("make", [bert, esm])
+def test_a_sequence_does_not_depend_on_its_padding(make) -> None:
+    model = convert(make(), 6).eval()
+    ids, mask = tokens()
+    together = model(ids, attention_mask=mask).last_hidden_state
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = model(ids[row : row + 1, :length], attention_mask=mask[row : row + 1, :length]).last_hidden_state
+        torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_small_batches_take_effect_and_are_fixed_in_evaluation() -> None:
+    model = convert(vit(), 8)
+    pixels = torch.randn(2, 3, 24, 24)
+    assert not torch.equal(model(pixels).last_hidden_state, model(pixels).last_hidden_state)
+    model.eval()
+    assert torch.equal(model(pixels).last_hidden_state, model(pixels).last_hidden_state)
+    model(pixels).last_hidden_state.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "pooler" not in name)
+
+
+def test_the_mask_is_of_linear_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    original = hf.random_batch_forward
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        shapes.append(tuple(attention_mask.shape))
+        return original(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setattr(hf, "random_batch_forward", spy)
+    model = convert(bert(), 6)
+    ids, mask = tokens()
+    model(ids, attention_mask=mask)
+    assert shapes == [(3, 40)] * 2
+
+
+def test_registered_name_works_without_convert() -> None:
+    hf.register()
+    config = transformers.BertConfig(**SMALL, vocab_size=50, attn_implementation="random_batch")
+    config.random_batch_size = 6
+    model = transformers.BertModel(config).eval()
+    ids, mask = tokens()
+    twin = convert(copy.deepcopy(model), 6)
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask).last_hidden_state, twin(ids, attention_mask=mask).last_hidden_state
+    )
+    assert len(converted(model)) == 2
+
+
+def test_report_and_options() -> None:
+    model = convert(bert(), 6, eval_rounds=4, self_correction=True).eval()
+    assert set(converted(model)) == {"encoder.layer.0.attention.self", "encoder.layer.1.attention.self"}
+    assert "random batches of 6" in next(iter(converted(model).values()))
+    ids, mask = tokens()
+    averaged = model(ids, attention_mask=mask).last_hidden_state
+    once = convert(copy.deepcopy(model), 6)(ids, attention_mask=mask).last_hidden_state
+    assert not torch.equal(averaged, once)
+    full = convert(copy.deepcopy(model), 64)(ids, attention_mask=mask).last_hidden_state
+    valid = mask.bool()
+    assert (averaged - full)[valid].norm() < (once - full)[valid].norm()
+
+
+def test_layers_differ_in_evaluation() -> None:
+    model = convert(bert(), 6)
+    numbers = [m.random_batch_layer for m in hf.attention_modules(model).values()]
+    assert numbers == [0, 1]
+
+
+def test_decoders_cross_attention_caches_and_foreign_models_are_refused() -> None:
+    gpt = transformers.GPT2Model(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+    with pytest.raises(ValueError, match="GPT2Model is a decoder"):
+        convert(gpt, 6)
+    decoder = transformers.BertModel(transformers.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True))
+    with pytest.raises(ValueError, match="is a decoder"):
+        convert(decoder, 6)
+    t5 = transformers.T5Model(
+        transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50)
+    )
+    with pytest.raises(ValueError, match=r"is a decoder|does not take its attention"):
+        convert(t5, 6)
+    longformer = transformers.LongformerModel(
+        transformers.LongformerConfig(**SMALL, vocab_size=50, attention_window=[4, 4])
+    )
+    with pytest.raises(ValueError, match="does not take its attention from transformers' registry"):
+        convert(longformer, 6)
+    assert gpt.config._attn_implementation != "random_batch"
+
+
+def test_the_function_itself_refuses_what_it_cannot_do() -> None:
+    hf.register()
+    module = nn.Module()
+    module.config = transformers.BertConfig(**SMALL)
+    q = torch.randn(1, 2, 10, 4)
+    with pytest.raises(ValueError, match="cross-attention and key-value caches"):
+        hf.random_batch_forward(module, q[:, :, :1], q, q, None)
+    with pytest.raises(ValueError, match="is causal"):
+        hf.random_batch_forward(module, q, q, q, None, is_causal=True)
+    with pytest.raises(ValueError, match="position bias"):
+        hf.random_batch_forward(module, q, q, q, None, position_bias=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"expected a \(batch, L\) padding mask"):
+        hf.random_batch_forward(module, q, q, q, torch.zeros(1, 1, 10, 10))
+    causal = transformers.masking_utils.causal_mask_function
+    with pytest.raises(ValueError, match="causal, sliding-window or packed"):
+        hf.padding_mask(1, 10, 10, mask_function=causal)
+    with pytest.raises(ValueError, match="query length 1 and key length 10 differ"):
+        hf.padding_mask(1, 1, 10)

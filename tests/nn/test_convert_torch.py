@@ -1,0 +1,170 @@
+"""`convert` on torch's own attention: same numbers in one batch, and the eval fast path cannot bypass it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from randombatch import convert, converted
+from randombatch.nn.torch import RandomBatchMultiheadAttention
+
+
+def encoder(norm_first: bool = False, layers: int = 2, batch_first: bool = True) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=not norm_first and batch_first)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_one_batch_equals_the_original(training: bool, norm_first: bool, batch_first: bool) -> None:
+    original = encoder(norm_first, batch_first=batch_first).train(training)
+    model = convert(copy.deepcopy(original), 64)
+    x = torch.randn(3, 20, 16)
+    padding = torch.arange(20) >= torch.tensor([20, 5, 13])[:, None]
+    causal = nn.Transformer.generate_square_subsequent_mask(20)
+    forbidden = torch.rand(20, 20) < 0.3
+    forbidden.fill_diagonal_(False)
+    shown = x if batch_first else x.transpose(0, 1)
+    with torch.set_grad_enabled(training):
+        for kwargs in (
+            {},
+            {"src_key_padding_mask": padding},
+            {"mask": causal, "is_causal": True},
+            {"mask": forbidden},
+            {"mask": causal, "src_key_padding_mask": torch.zeros(3, 20).masked_fill(padding, -torch.inf)},
+        ):
+            ours, theirs = model(shown, **kwargs), original(shown, **kwargs)
+            valid = ~padding if "src_key_padding_mask" in kwargs else torch.ones_like(padding)
+            valid = valid if batch_first else valid.T
+            torch.testing.assert_close(ours[valid], theirs[valid], rtol=1e-4, atol=1e-5)
+
+
+def test_the_eval_fast_path_does_not_bypass_it() -> None:
+    model = convert(encoder(), 4).eval()
+    x = torch.randn(3, 20, 16)
+    padding = torch.arange(20) >= torch.tensor([20, 5, 13])[:, None]
+    with torch.no_grad():
+        plain, masked = model(x), model(x, src_key_padding_mask=padding)
+    with_grad = model(x), model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(plain, with_grad[0].detach())
+    torch.testing.assert_close(masked, with_grad[1].detach())
+    full = convert(copy.deepcopy(model), 64)
+    with torch.no_grad():
+        assert (full(x) - plain).abs().max() > 1e-2
+
+
+def test_a_sequence_does_not_depend_on_its_padding() -> None:
+    attention = convert(nn.MultiheadAttention(16, 4, batch_first=True), 4).eval()
+    x = torch.randn(2, 30, 16)
+    padding = torch.arange(30) >= torch.tensor([30, 11])[:, None]
+    out = attention(x, x, x, key_padding_mask=padding)[0]
+    short = x[1:, :11]
+    torch.testing.assert_close(out[1, :11], attention(short, short, short)[0][0])
+    assert (out[1, 11:] == 0).all()
+    unbatched = x[0]
+    torch.testing.assert_close(attention(unbatched, unbatched, unbatched)[0], out[0])
+
+
+def test_weights_stay_and_the_report_tells() -> None:
+    model = encoder()
+    before = {name: p for name, p in model.named_parameters()}
+    assert convert(model, 8) is model
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+    report = converted(model)
+    assert list(report) == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert report["layers.0.self_attn"] == "RandomBatchMultiheadAttention: random batches of 8"
+    fresh = encoder()
+    fresh.load_state_dict(model.state_dict())
+    convert(model, 16)
+    assert "of 16" in converted(model)["layers.1.self_attn"]
+    assert converted(fresh) == {}
+
+
+def test_an_attention_itself_becomes_a_new_module_that_shares_its_weights() -> None:
+    original = nn.MultiheadAttention(16, 4, dropout=0.25)
+    ours = convert(original, 8)
+    assert type(original) is nn.MultiheadAttention
+    assert isinstance(ours, RandomBatchMultiheadAttention)
+    assert ours.in_proj_weight is original.in_proj_weight
+    assert ours.dropout == 0.25
+    assert list(converted(ours)) == [""]
+
+
+def test_layers_differ_in_their_evaluation_divisions() -> None:
+    model = convert(encoder(layers=3), 8)
+    assert [layer.self_attn.eval_seed for layer in model.layers] == [0, 1, 2]
+
+
+def test_survives_copying_and_pickling() -> None:
+    model = convert(encoder(), 4).eval()
+    x = torch.randn(2, 20, 16)
+    out = model(x)
+    torch.testing.assert_close(copy.deepcopy(model)(x), out)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), out)
+
+
+def test_self_correction_is_used() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(1, 40, 16)
+    plain, corrected = convert(attention, 8).eval(), convert(attention, 8, self_correction=True).eval()
+    assert (plain(x, x, x)[0] - corrected(x, x, x)[0]).abs().max() > 1e-3
+    one = convert(attention, 40, self_correction=True).eval()
+    torch.testing.assert_close(one(x, x, x)[0], attention(x, x, x)[0])
+
+
+def test_only_some_by_name() -> None:
+    model = convert(encoder(), 4, names=["layers.1.self_attn"])
+    assert list(converted(model)) == ["layers.1.self_attn"]
+    with pytest.raises(ValueError, match="no attention that can be converted is called 'layers.7'"):
+        convert(model, 4, names=["layers.7"])
+
+
+class Bypasses(nn.Module):
+    """A model whose attention is never called, as a fast path or a silent dispatch would have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x, x, x)[0]
+
+
+def test_the_proof_finds_a_skipped_attention() -> None:
+    model = convert(Bypasses(), 4)
+    with pytest.raises(RuntimeError, match="never called in this forward: unused"):
+        model(torch.randn(1, 10, 8))
+    fine = convert(Bypasses(), 4, names=["used"])
+    fine(torch.randn(1, 10, 8))
+    assert not fine._forward_hooks, "the proof is over after one forward"
+    assert fine.used.witness is None
+
+
+def test_refusals_leave_the_model_unchanged() -> None:
+    decoder = nn.TransformerDecoderLayer(16, 4)
+    with pytest.raises(ValueError, match="multihead_attn.*cross-attention of a decoder"):
+        convert(decoder, 4)
+    assert type(decoder.self_attn) is nn.MultiheadAttention
+    for kwargs, reason in (({"kdim": 8}, "kdim"), ({"add_bias_kv": True}, "add_bias_kv")):
+        with pytest.raises(ValueError, match=reason):
+            convert(nn.MultiheadAttention(16, 4, **kwargs), 4)
+    with pytest.raises(ValueError, match="found no attention to convert in Linear"):
+        convert(nn.Linear(3, 3), 4)
+    with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
+        convert(encoder(), 1)
+    with pytest.raises(TypeError, match="`model` must be an nn.Module, got str"):
+        convert("bert", 4)
+    attention = convert(nn.MultiheadAttention(16, 4), 4)
+    with pytest.raises(ValueError, match="cross-attention cannot be converted"):
+        attention(torch.randn(5, 1, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16))
+    x = torch.randn(5, 1, 16)
+    with pytest.raises(ValueError, match="0 \\(keep\\) or -inf"):
+        attention(x, x, x, key_padding_mask=torch.full((1, 5), -1e9))

@@ -1,0 +1,163 @@
+"""`RandomBatch`: any attention in batches equals a loop over batches, and padding no longer leaks into PyG's."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, SGFormerAttention
+
+from randombatch import Division, RandomBatch
+
+
+class Own(nn.Module):
+    """A user's attention: softmax, a nonlinearity and another output width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None
+        return (self.q(x) @ x.transpose(1, 2)).softmax(-1) @ self.v(x).tanh()
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "sgformer": lambda: SGFormerAttention(8, 2, 8),
+    "polynormer": lambda: PolynormerAttention(8, 2, 8, qk_shared=False),
+    "performer": lambda: PerformerAttention(8, 2, 8),
+    "own": Own,
+}
+
+
+def by_hand(module: nn.Module, x: Tensor, division: Division) -> Tensor:
+    """A loop over batches by autograd."""
+    parts = division.order().split(list(division.sizes))
+    out = torch.cat([module(x[i][None])[0] for i in parts])
+    return out[division.position(torch.arange(len(x)))]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("n", "p"), [(1, 2), (5, 9), (33, 4), (101, 7)])
+def test_equals_a_loop_over_batches(name: str, n: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("randombatch.attention.blocks.rows_per_block", lambda width, device: 20)
+    # PyG's SGFormerAttention knows float32 only.
+    dtype, atol = (torch.float32, 2e-5) if name == "sgformer" else (torch.float64, 1e-11)
+    module = MODULES[name]().to(dtype)
+    wrapped = RandomBatch(module, p)
+    x = torch.randn(n, 8, dtype=dtype, requires_grad=True)
+    torch.manual_seed(4)
+    division = Division.draw(n, p)
+    torch.manual_seed(4)
+    ours, truth = wrapped(x), by_hand(module, x, division)
+    torch.testing.assert_close(ours, truth, rtol=0, atol=atol)
+    grad, leaves = torch.randn_like(truth), [x, *module.parameters()]
+    for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(truth, leaves, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=10 * atol, atol=10 * atol)
+
+
+@pytest.mark.parametrize("name", ["sgformer", "polynormer", "performer"])
+def test_repairs_the_padding_leak(name: str) -> None:
+    """PyG's linear attentions leave padded keys in their denominators; inside `RandomBatch` they never see any."""
+    module = MODULES[name]().eval()
+    graphs = [torch.randn(n, 8) for n in (20, 7, 13)]
+
+    def padded(length: int, junk: float) -> tuple[Tensor, Tensor]:
+        x, mask = torch.full((3, length, 8), junk), torch.zeros(3, length, dtype=torch.bool)
+        for b, g in enumerate(graphs):
+            x[b, : len(g)], mask[b, : len(g)] = g, True
+        return x, mask
+
+    x, mask = padded(30, 3.0)
+    leaky = module(x.clone(), mask)[1, :7]
+    alone = module(graphs[1][None])[0]
+    assert (leaky - alone).abs().max() > 1e-3, "PyG mended its leak: say so in the documents"
+    for p in (5, 100):
+        wrapped = RandomBatch(module, p).eval()
+        each = [wrapped(g) for g in graphs]
+        for length, junk in ((20, 0.0), (30, 3.0), (64, float("nan"))):
+            x, mask = padded(length, junk)
+            out = wrapped(x, mask)
+            for b, g in enumerate(graphs):
+                torch.testing.assert_close(out[b, : len(g)], each[b], rtol=1e-4, atol=1e-5)
+            assert (out[~mask] == 0).all()
+    torch.testing.assert_close(RandomBatch(module, 100).eval()(graphs[1]), alone)
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """d sum(dropout(W x)) / dW must use the mask of the forward pass."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x * self.weight, 0.5)
+
+    wrapped = RandomBatch(Drops(), 5)
+    x = torch.randn(40, 4, dtype=torch.float64, requires_grad=True)
+    out = wrapped(x)
+    out.sum().backward()
+    kept = (out != 0).double() * 2
+    assert 0.3 < kept.mean() / 2 < 0.7
+    torch.testing.assert_close(x.grad, kept)
+    torch.testing.assert_close(wrapped.module.weight.grad, (kept * x).sum(0).detach())
+
+
+def test_disturbs_no_other_random_numbers() -> None:
+    wrapped = RandomBatch(PolynormerAttention(8, 1, 8, dropout=0.5), 5)
+    torch.manual_seed(6)
+    wrapped(torch.randn(50, 8))
+    after = torch.rand(())
+    torch.manual_seed(6)
+    torch.randn(50, 8), torch.randint((1 << 63) - 1, ())
+    assert torch.rand(()) == after
+
+
+def test_frozen_parameters_and_inputs_without_gradient() -> None:
+    module = Own()
+    module.q.weight.requires_grad_(False)
+    wrapped = RandomBatch(module, 5)
+    wrapped(torch.randn(20, 8)).sum().backward()
+    assert module.q.weight.grad is None
+    assert module.v.weight.grad is not None
+    assert module.v.weight.grad.abs().sum() > 0
+
+
+def test_graphs_stay_apart_and_evaluation_is_fixed() -> None:
+    wrapped = RandomBatch(Own(), 4).eval()
+    x = torch.randn(30, 8)
+    ptr = torch.tensor([0, 11, 30])
+    out = wrapped(x, ptr=ptr)
+    torch.testing.assert_close(out, torch.cat([wrapped(x[:11]), wrapped(x[11:])]))
+    torch.testing.assert_close(wrapped(x, batch=(torch.arange(30) >= 11).long()), out)
+
+
+def test_reset_parameters_by_either_name() -> None:
+    for name in ("sgformer", "performer"):
+        wrapped = RandomBatch(MODULES[name](), 4)
+        before = wrapped.module.q.weight.clone()
+        wrapped.reset_parameters()
+        assert not torch.equal(wrapped.module.q.weight, before)
+    with pytest.raises(AttributeError, match="Own has no `reset_parameters`"):
+        RandomBatch(Own(), 4).reset_parameters()
+
+
+def test_nothing_in_nothing_out() -> None:
+    wrapped = RandomBatch(Own(), 4)
+    assert wrapped(torch.randn(0, 8)).shape == (0, 6)
+    assert wrapped(torch.randn(2, 0, 8)).shape == (2, 0, 6)
+    out = wrapped(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool))
+    assert out.shape == (2, 3, 6)
+    assert (out == 0).all()
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
+        RandomBatch(Own(), 1)
+    with pytest.raises(TypeError, match="`module` must be an nn.Module, got function"):
+        RandomBatch(by_hand, 4)
+    with pytest.raises(ValueError, match=r"must map \(3, 4, 8\) to \(B, n, F'\), got"):
+        RandomBatch(nn.Flatten(), 4)(torch.randn(12, 8))
