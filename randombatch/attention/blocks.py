@@ -59,20 +59,40 @@ def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
 
 
 class Scratch:
-    """Buffers by name, allocated at their first (largest) use and handed out again for every block."""
+    """Buffers by name, allocated at their first use and handed out again for every block.
+
+    They are cut from slabs, because allocators serve a few large requests better than many middling ones: a slab stays
+    with the process between steps and is backed by huge pages where there are any.
+    """
+
+    SLAB_BYTES = 1 << 24
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self._slab = torch.empty(0, dtype=torch.uint8, device=device)
+        self._used = 0
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._views: dict[tuple, Tensor] = {}
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised contiguous tensor of this shape; a second call under the same name may alias the first."""
         dtype = dtype or self.dtype
-        size = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self.device)
-        return buffer[:size].view(shape)
+        view = self._views.get((name, dtype, shape))
+        if view is None:
+            size = math.prod(shape)
+            buffer = self._buffers.get((name, dtype))
+            if buffer is None or buffer.numel() < size:
+                buffer = self._buffers[name, dtype] = self._cut(size * dtype.itemsize).view(dtype)
+            view = self._views[name, dtype, shape] = buffer[:size].view(shape)
+        return view
+
+    def _cut(self, size: int) -> Tensor:
+        padded = -(-size // 64) * 64
+        if self._used + padded > self._slab.numel():
+            self._slab = new_rows(self._slab, max(padded, self.SLAB_BYTES))
+            self._used = 0
+        self._used += padded
+        return self._slab[self._used - padded :][:size]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -128,10 +148,7 @@ def softmax_backward(
     dk_GPD: Tensor,
     dv_GPE: Tensor,
 ) -> Tensor:
-    """Gradients of o = (weights * keep) v into dq, dk, dv; returns the gradient of the logits.
-
-    `dk` and `dv` may be one tensor, which then receives their sum (keys and values are the same rows).
-    """
+    """Gradients of o = (weights * keep) v into dq, dk, dv; returns the gradient of the logits."""
     groups, size, _ = q_GPD.shape
     dropped = (
         weights_GPP
@@ -145,10 +162,7 @@ def softmax_backward(
         dlogits.mul_(keep_GPP)
     torch.ops.aten._softmax_backward_data.out(dlogits, weights_GPP, -1, weights_GPP.dtype, grad_input=dlogits)
     torch.bmm(dlogits, k_GPD, out=dq_GPD)
-    if dk_GPD is dv_GPE:
-        dk_GPD.baddbmm_(dlogits.transpose(1, 2), q_GPD)
-    else:
-        torch.bmm(dlogits.transpose(1, 2), q_GPD, out=dk_GPD)
+    torch.bmm(dlogits.transpose(1, 2), q_GPD, out=dk_GPD)
     return dlogits
 
 

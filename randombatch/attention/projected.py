@@ -7,11 +7,12 @@ Only the input is kept for the backward pass. Each block gathers its rows of x, 
 and puts y back; the backward pass does it again and adds up the gradients of the weights.
 
 With a single head, two of the four projections are needless: q k' = (x W_q' + b_q)(x W_k' + b_k)' differs from
-(x W_q' W_k + b_q W_k) x' by a constant in each row, which the softmax takes away; and o W_out' with v = x W_v' + b_v is
-(weights x) (W_out W_v)' + W_out b_v, because the weights of a row add up to one. `fold` forms these products of weights
-once (d x d, by autograd), and the operator then runs with keys = values = x: 15 products in cache instead of 23.
+(x W_q' W_k + b_q W_k) x' by a constant in each row, which the softmax takes away, so that x itself can be the key; and
+projecting what was attended to is attending to what was projected, weights (x W_v') W_out' = weights (x (W_out W_v)').
+`fold` forms these products of weights once (d x d, by autograd): 15 products of a block in cache instead of 23.
 
-Shapes: R rows of a block, F input width, H heads, D width of a head, G = (batches of the block) x H; W and P as above.
+Shapes: R rows of a block, F input width, W stacked widths of the projections, H heads, D width of a head, P items in a
+batch, G = (batches of the block) x H.
 """
 
 import dataclasses
@@ -68,30 +69,50 @@ def projected_attention(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, in_weight, out_weight = x.to(dtype), in_weight.to(dtype), out_weight.to(dtype)
         in_bias, out_bias = (None if b is None else b.to(dtype) for b in (in_bias, out_bias))
-    wq, wk, wv = in_weight.chunk(3)
-    bq, bk, bv = (None, None, None) if in_bias is None else in_bias.chunk(3)
-    width = wq.shape[0]
-    softmax = kernel == "softmax"
-    if softmax:
-        scale = (width // heads) ** -0.5
-        wq, bq = wq * scale, None if bq is None else bq * scale
-    # Worth it where one product x W replaces two, i.e. for one head and no narrower inner width.
-    foldable = heads == 1 and dropout_p == 0.0 and width >= x.shape[1]
-    projections: list[tuple[Tensor, Tensor | None]] = [(wq, bq), (wk, bk), (wv, bv)]
-    if foldable:
-        projections.pop()
-        if bv is not None:
-            out_bias = out_weight @ bv if out_bias is None else out_bias + out_weight @ bv
-        out_weight = out_weight @ wv
-        if softmax:
-            projections = [(wk.t() @ wq, None if bq is None else bq @ wk)]
-    in_weight = torch.cat([w for w, _ in projections])
-    in_bias = torch.cat([b for _, b in projections if b is not None]) if bq is not None else None
+    if kernel == "softmax":
+        in_weight, in_bias = _scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
+    parts = 3
+    output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
+    if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight):
+        parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
+        output = None, out_bias
     out, _ = projected(
-        x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask,
-        batch_size, heads, len(projections), kernel, dropout_p, recompute, block_rows or 0,
+        x, in_weight, in_bias, *output, seed, ptr, batch, mask,
+        batch_size, heads, parts, kernel, dropout_p, recompute, block_rows or 0,
     )  # fmt: skip
     return out
+
+
+def _scale_query(in_weight: Tensor, in_bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    factor = in_weight.new_ones(len(in_weight))
+    factor[: len(in_weight) // 3] = scale
+    return in_weight * factor[:, None], None if in_bias is None else in_bias * factor
+
+
+def fold(
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    kernel: str,
+    dropout_p: float,
+) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
+    """A single head's projections without the needless ones.
+
+    Returns:
+        How many parts remain (query and value, or query, key and value), their weight and bias, and what of the output
+        bias is still to be added after the attention.
+    """
+    wq, wk, wv = in_weight.chunk(3)
+    weights = [wk.t() @ wq, out_weight @ wv] if kernel == "softmax" else [wq, wk, out_weight @ wv]
+    if in_bias is not None:
+        bq, bk, bv = in_bias.chunk(3)
+        bv = out_weight @ bv
+        if out_bias is not None and dropout_p == 0.0:
+            # The weights of a row add up to one, so what is added to every value is added to the output.
+            bv, out_bias = bv + out_bias, None
+        in_bias = torch.cat([bq @ wk, bv] if kernel == "softmax" else [bq, bk, bv])
+    return len(weights), torch.cat(weights), in_bias, out_bias
 
 
 @dataclasses.dataclass
@@ -114,29 +135,23 @@ class _Layer:
 
     def __init__(
         self,
-        x,
-        in_weight,
-        in_bias,
-        seed,
-        ptr,
-        batch,
-        mask,
-        batch_size,
-        heads,
-        projections,
-        kernel,
-        dropout_p,
-        block_rows,
-    ):
-        self.x = x.contiguous()
+        x: Tensor,
+        in_weight: Tensor,
+        in_bias: Tensor | None,
+        division: Division,
+        heads: int,
+        parts: int,
+        kernel: str,
+        dropout_p: float,
+        block_rows: int,
+    ) -> None:
+        self.x, self.division = x.contiguous(), division
         self.scratch = blocks.Scratch(x.device, blocks.compute_dtype(x.dtype))
         self.in_weight = in_weight.to(self.scratch.dtype)
         self.in_bias = None if in_bias is None else in_bias.to(self.scratch.dtype)
-        self.division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask)
-        self.heads, self.projections, self.kernel, self.dropout_p = heads, projections, kernel, dropout_p
-        weights = heads * min(batch_size, x.shape[0]) if kernel == "softmax" else 0
-        widest = max(len(in_weight), x.shape[1], weights)
-        self.block_rows = block_rows or blocks.rows_per_block(widest, x.device)
+        self.heads, self.parts, self.kernel, self.dropout_p = heads, parts, kernel, dropout_p
+        weights = heads * min(division.batch_size, x.shape[0]) if kernel == "softmax" else 0
+        self.block_rows = block_rows or blocks.rows_per_block(max(len(in_weight), x.shape[1], weights), x.device)
 
     def new_rows(self, width: int) -> Tensor:
         """An output with one row for each of x; those that are not divided stay zero."""
@@ -157,14 +172,10 @@ class _Layer:
         scratch, size = self.scratch, rows_CP.shape[1]
         rows = rows_CP.flatten()
         x_RF = blocks.take_rows(scratch, "x", self.x, rows)
-        projected_RW = linear(
-            scratch("projected", rows.numel(), len(self.in_weight)), x_RF, self.in_weight, self.in_bias
-        )
-        parts = list(
-            self.heads_first("heads", projected_RW, self.projections).view(self.projections, -1, size, *self._width)
-        )
-        x_GPD = x_RF.view(-1, size, x_RF.shape[1])
-        q, k, v = parts + [x_GPD] * (3 - self.projections)
+        projected_RW = scratch("projected", len(rows), len(self.in_weight))
+        linear(projected_RW, x_RF, self.in_weight, self.in_bias)
+        parts = self.heads_first("heads", projected_RW, self.parts, size)
+        q, k, v = parts if self.parts == 3 else (parts[0], x_RF.view(-1, size, x_RF.shape[1]), parts[1])
         out = scratch("out", *v.shape)
         keep = None
         if self.kernel == "sgformer":
@@ -175,26 +186,23 @@ class _Layer:
             dropped = weights
             if self.dropout_p:
                 numbers = torch.arange(self.heads, device=rows.device)
-                keep = blocks.dropout_scale(
-                    rows_CP, numbers, self.dropout_p, self.division.seed, scratch.dtype
-                ).view_as(weights)
+                keep = blocks.dropout_scale(rows_CP, numbers, self.dropout_p, self.division.seed, scratch.dtype)
+                keep = keep.view_as(weights)
                 dropped = torch.mul(weights, keep, out=scratch("dropped", *weights.shape))
             torch.bmm(dropped, v, out=out)
         return _Block(rows, x_RF, q, k, v, out, weights, keep, self.heads_last("attended", out[None]))
 
-    @property
-    def _width(self) -> tuple[int]:
-        return (len(self.in_weight) // (self.projections * self.heads),)
-
-    def heads_first(self, name: str, x_RW: Tensor, parts: int) -> Tensor:
-        """`(R, parts H D)` to `(parts, H, R, D)`; a view where nothing has to move."""
+    def heads_first(self, name: str, x_RW: Tensor, parts: int, size: int) -> list[Tensor]:
+        """`(R, parts H D)` to parts of `(G, P, D)`: views for one head, copied into place for more."""
+        if self.heads == 1:
+            return list(x_RW.view(-1, size, parts, x_RW.shape[1] // parts).unbind(2))
         x = x_RW.view(len(x_RW), parts, self.heads, -1).permute(1, 2, 0, 3)
-        return x if parts * self.heads == 1 else self.scratch(name, *x.shape).copy_(x)
+        return list(self.scratch(name, *x.shape).copy_(x).view(parts, -1, size, x.shape[3]))
 
     def heads_last(self, name: str, x: Tensor) -> Tensor:
-        """`(parts, G, P, D)` back to `(R, parts H D)`."""
+        """Stacked parts `(parts, G, P, D)` back to `(R, parts H D)`."""
         parts, width = x.shape[0], x.shape[-1]
-        x = x.reshape(parts, self.heads, -1, width)
+        x = x.view(parts, self.heads, -1, width)
         rows = x.shape[2]
         if parts * self.heads == 1:
             return x.view(rows, width)
@@ -213,7 +221,7 @@ def projected(
     x: Tensor,
     in_weight: Tensor,
     in_bias: Tensor | None,
-    out_weight: Tensor,
+    out_weight: Tensor | None,
     out_bias: Tensor | None,
     seed: Tensor,
     ptr: Tensor | None,
@@ -221,7 +229,7 @@ def projected(
     mask: Tensor | None,
     batch_size: int,
     heads: int,
-    projections: int,
+    parts: int,
     kernel: str,
     dropout_p: float,
     recompute: bool,
@@ -229,19 +237,22 @@ def projected(
 ) -> tuple[Tensor, Tensor]:
     """The layer's output `(N, F'')` and, unless `recompute`, the softmax weights of all batches in a row.
 
-    `in_weight` stacks `projections` of query, key, value; what is missing is x itself.
+    `in_weight` stacks query, key and value, or (2 `parts`) query and value, x being the key. Without `out_weight` the
+    values are output already.
     """
-    layer = _Layer(
-        x, in_weight, in_bias, seed, ptr, batch, mask, batch_size, heads, projections, kernel, dropout_p, block_rows
-    )
+    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask)
+    layer = _Layer(x, in_weight, in_bias, division, heads, parts, kernel, dropout_p, block_rows)
     scratch = layer.scratch
-    out_NF = layer.new_rows(len(out_weight))
-    saved = x.new_empty(_saved_size(layer.division, heads, kernel, recompute), dtype=scratch.dtype)
-    out_weight = out_weight.to(scratch.dtype)
-    out_bias = None if out_bias is None else out_bias.to(scratch.dtype)
+    out_NF = layer.new_rows(_out_width(in_weight, out_weight, parts))
+    saved = x.new_empty(_saved_size(division, heads, kernel, recompute), dtype=scratch.dtype)
+    out_weight, out_bias = (None if w is None else w.to(scratch.dtype) for w in (out_weight, out_bias))
     start = 0
     for block in layer.stream():
-        y_RF = linear(scratch("y", len(block.rows), out_NF.shape[1]), block.o_RF, out_weight, out_bias)
+        y_RF = block.o_RF
+        if out_weight is not None:
+            y_RF = linear(scratch("y", len(block.rows), len(out_weight)), y_RF, out_weight, out_bias)
+        elif out_bias is not None:
+            y_RF.add_(out_bias)
         blocks.put_rows(out_NF, block.rows, y_RF)
         if saved.numel() and block.weights_GPP is not None:
             saved[start : start + block.weights_GPP.numel()] = block.weights_GPP.flatten()
@@ -249,20 +260,23 @@ def projected(
     return out_NF, saved
 
 
+def _out_width(in_weight: Tensor, out_weight: Tensor | None, parts: int) -> int:
+    return in_weight.shape[0] // parts if out_weight is None else out_weight.shape[0]
+
+
 def _saved_size(division: Division, heads: int, kernel: str, recompute: bool) -> int:
     return 0 if recompute or kernel != "softmax" else heads * sum(s * s for s in division.sizes)
 
 
 @projected.register_fake
-def _(
-    x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, batch_size, heads, projections, kernel, *rest
-):
+def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, batch_size, heads, parts, kernel, *rest):
     _, recompute, _ = rest
     saved: int | torch.SymInt = 0
     if not recompute and kernel == "softmax":
         # How many depends on the sizes of the graphs, which only the real operator reads.
         saved = torch.library.get_ctx().new_dynamic_size()
-    return x.new_empty(x.shape[0], out_weight.shape[0]), x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype))
+    out = x.new_empty(x.shape[0], _out_width(in_weight, out_weight, parts))
+    return out, x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype))
 
 
 @torch.library.custom_op("randombatch::projected_backward", mutates_args=())
@@ -272,7 +286,7 @@ def projected_backward(
     x: Tensor,
     in_weight: Tensor,
     in_bias: Tensor | None,
-    out_weight: Tensor,
+    out_weight: Tensor | None,
     out_bias: Tensor | None,
     seed: Tensor,
     ptr: Tensor | None,
@@ -280,83 +294,91 @@ def projected_backward(
     mask: Tensor | None,
     batch_size: int,
     heads: int,
-    projections: int,
+    parts: int,
     kernel: str,
     dropout_p: float,
     block_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, in_weight, in_bias, out_weight, out_bias."""
-    layer = _Layer(
-        x, in_weight, in_bias, seed, ptr, batch, mask, batch_size, heads, projections, kernel, dropout_p, block_rows
-    )
+    """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none)."""
+    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask)
+    layer = _Layer(x, in_weight, in_bias, division, heads, parts, kernel, dropout_p, block_rows)
     scratch = layer.scratch
     grad = grad.contiguous()
     dx_NF = layer.new_rows(x.shape[1])
-    out_weight = out_weight.to(scratch.dtype)
-    sums = [
-        torch.zeros(w.shape, dtype=scratch.dtype, device=x.device)
-        for w in (in_weight, in_weight[:, 0], out_weight, grad[0])
-    ]
+    out_weight = None if out_weight is None else out_weight.to(scratch.dtype)
+    sums = [like.new_zeros(like.shape, dtype=scratch.dtype) for like in _weight_like(in_weight, out_weight, out_bias)]
     din_weight, din_bias, dout_weight, dout_bias = sums
+    # With several heads all parts go back together; with one, each does without being copied.
+    pieces = 1 if heads > 1 else parts
+    chunks = list(zip(layer.in_weight.chunk(pieces), din_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
     ones = din_weight.new_ones(max(layer.block_rows, min(batch_size, len(x))))
     for block in layer.stream(saved if saved.numel() else None):
+        ones_R = ones[: len(block.rows)]
         grad_RF = blocks.take_rows(scratch, "grad", grad, block.rows)
-        dout_weight.addmm_(grad_RF.t(), block.o_RF)
         if out_bias is not None:
-            dout_bias.addmv_(grad_RF.t(), ones[: len(grad_RF)])
-        do_RF = torch.mm(grad_RF, out_weight, out=scratch("grad_attended", *block.o_RF.shape))
-        do_GPD = layer.heads_first("grad_heads", do_RF, 1).view_as(block.out_GPD)
-        dparts, dx_RF = _attention_backward(layer, block, do_GPD)
-        dprojected_RW = layer.heads_last("grad_projected", dparts)
-        if dx_RF is None:
-            dx_RF = torch.mm(dprojected_RW, layer.in_weight, out=scratch("dx", *block.x_RF.shape))
-        else:
-            dx_RF = dx_RF.addmm_(dprojected_RW, layer.in_weight)
-        din_weight.addmm_(dprojected_RW.t(), block.x_RF)
-        if in_bias is not None:
-            din_bias.addmv_(dprojected_RW.t(), ones[: len(grad_RF)])
+            dout_bias.addmv_(grad_RF.t(), ones_R)
+        if out_weight is not None:
+            dout_weight.addmm_(grad_RF.t(), block.o_RF)
+            grad_RF = torch.mm(grad_RF, out_weight, out=scratch("grad_attended", *block.o_RF.shape))
+        dparts, dx_RF = _attention_backward(layer, block, grad_RF)
+        dprojected = [layer.heads_last("grad_projected", dparts)] if heads > 1 else dparts.flatten(1, 2)
+        for d_RW, (weight, dweight, dbias) in zip(dprojected, chunks, strict=True):
+            if dx_RF is None:
+                dx_RF = torch.mm(d_RW, weight, out=scratch("dx", *block.x_RF.shape))
+            else:
+                dx_RF.addmm_(d_RW, weight)
+            dweight.addmm_(d_RW.t(), block.x_RF)
+            if in_bias is not None:
+                dbias.addmv_(d_RW.t(), ones_R)
+        assert dx_RF is not None
         blocks.put_rows(dx_NF, block.rows, dx_RF)
     din_weight, din_bias, dout_weight, dout_bias = (s.to(x.dtype) for s in sums)
     return dx_NF, din_weight, din_bias, dout_weight, dout_bias
 
 
-def _attention_backward(layer: _Layer, block: _Block, do_GPD: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the projected parts, stacked `(projections, G, P, D)`, and of x where it served as key or value."""
+def _weight_like(in_weight: Tensor, out_weight: Tensor | None, out_bias: Tensor | None) -> list[Tensor]:
+    """Tensors with the shapes of in_weight, in_bias, out_weight and out_bias, empty for what is missing."""
+    empty = in_weight.new_empty(0)
+    return [in_weight, in_weight[:, 0], *(empty if w is None else w for w in (out_weight, out_bias))]
+
+
+def _attention_backward(layer: _Layer, block: _Block, grad_RF: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the projected parts, stacked `(parts, G, P, D)`, and of x where it served as key."""
     scratch = layer.scratch
-    dparts = scratch("grad_parts", layer.projections, *block.q_GPD.shape)
-    dx = scratch("dx", *block.x_RF.shape) if layer.projections < 3 else None
-    dx_GPD = None if dx is None else dx.view(block.v_GPD.shape)
-    dq, dk, dv = list(dparts) + [dx_GPD] * (3 - layer.projections)
+    grad_GPD = layer.heads_first("grad_heads", grad_RF, 1, block.q_GPD.shape[1])[0]
+    dparts = scratch("grad_parts", layer.parts, *block.q_GPD.shape)
+    if layer.parts == 3:
+        dx, (dq, dk, dv) = None, dparts
+    else:
+        dx = scratch("dx", *block.x_RF.shape)
+        dq, dk, dv = dparts[0], dx.view(block.k_GPD.shape), dparts[1]
+    arrays = block.q_GPD, block.k_GPD, block.v_GPD
     if layer.kernel == "sgformer":
-        blocks.sgformer_backward(scratch, block.q_GPD, block.k_GPD, block.v_GPD, block.out_GPD, do_GPD, dq, dk, dv)
+        blocks.sgformer_backward(scratch, *arrays, block.out_GPD, grad_GPD, dq, dk, dv)
     else:
         assert block.weights_GPP is not None
-        blocks.softmax_backward(
-            scratch, block.q_GPD, block.k_GPD, block.v_GPD, block.weights_GPP, block.keep_GPP, do_GPD, dq, dk, dv
-        )  # fmt: skip
+        blocks.softmax_backward(scratch, *arrays, block.weights_GPP, block.keep_GPP, grad_GPD, dq, dk, dv)
     return dparts, dx
 
 
 @projected_backward.register_fake
-def _(grad, saved, x, in_weight, in_bias, out_weight, *rest):
-    empty = [x.new_empty(w.shape) for w in (in_weight, in_weight[:, 0], out_weight, grad[0])]
+def _(grad, saved, x, in_weight, in_bias, out_weight, out_bias, *rest):
+    empty = [x.new_empty(w.shape) for w in _weight_like(in_weight, out_weight, out_bias)]
     return torch.empty_like(x, memory_format=torch.contiguous_format), *empty
 
 
 def _setup(ctx, inputs, output):
-    *tensors, batch_size, heads, projections, kernel, dropout_p, _, block_rows = inputs
+    *tensors, batch_size, heads, parts, kernel, dropout_p, _, block_rows = inputs
     ctx.save_for_backward(*tensors, output[1])
-    ctx.has_bias = inputs[2] is not None, inputs[4] is not None
-    ctx.rest = batch_size, heads, projections, kernel, dropout_p, block_rows
+    ctx.rest = batch_size, heads, parts, kernel, dropout_p, block_rows
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad, _):
     *tensors, saved = ctx.saved_tensors
-    dx, din_weight, din_bias, dout_weight, dout_bias = projected_backward(grad, saved, *tensors, *ctx.rest)
-    in_bias, out_bias = ctx.has_bias
-    gradients = dx, din_weight, din_bias if in_bias else None, dout_weight, dout_bias if out_bias else None
-    return *gradients, *[None] * 11
+    gradients = projected_backward(grad, saved, *tensors, *ctx.rest)
+    there = (None if tensor is None else g for tensor, g in zip(tensors, gradients, strict=False))
+    return *there, *[None] * 11
 
 
 projected.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,139 @@
+"""What is compared: our layer, PyTorch Geometric's linear attentions, full attention, and the floor under ours."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from randombatch import RandomBatchAttention
+from randombatch.attention import blocks
+from randombatch.division import Division
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the graph and the layer."""
+
+    nodes: int
+    dim: int
+    heads: int
+    batch_size: int
+
+
+class Contender:
+    """A module `(1, N, F) -> (1, N, F)` or `(N, F) -> (N, F)` with one training step."""
+
+    def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
+        self.module, self.call = module, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+    def backward(self, out: Tensor, x: Tensor, grad: Tensor) -> None:
+        out.backward(grad)
+        x.grad = None
+        self.module.zero_grad()
+
+    def weight_bytes(self) -> int:
+        return sum(p.nbytes for p in self.module.parameters())
+
+
+def _ours(sizes: Sizes, **options) -> Contender:
+    layer = RandomBatchAttention(sizes.dim, sizes.heads, sizes.batch_size, **options)
+    return Contender(layer, layer)
+
+
+def _pyg(kind: str) -> Callable[[Sizes], Contender]:
+    def build(sizes: Sizes) -> Contender:
+        from torch_geometric.nn import attention
+
+        width = sizes.dim if kind == "SGFormerAttention" else sizes.dim // sizes.heads
+        module = getattr(attention, kind)(sizes.dim, heads=sizes.heads, head_channels=width)
+        return Contender(module, lambda x: module(x.unsqueeze(0)).squeeze(0))
+
+    return build
+
+
+def _full(sizes: Sizes) -> Contender:
+    module = nn.MultiheadAttention(sizes.dim, sizes.heads, batch_first=True)
+    return Contender(module, lambda x: module(x[None], x[None], x[None], need_weights=False)[0][0])
+
+
+class Consecutive(Contender):
+    """Our layer on batches of consecutive rows: nothing drawn, gathered or put back. What remains is the attention."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        layer = RandomBatchAttention(sizes.dim, sizes.heads, sizes.batch_size)
+        super().__init__(layer, layer)
+        replaced = {
+            (Division, "order"): lambda self, start=0, stop=None, device=None: torch.arange(start, stop, device=device),
+            (blocks, "take_rows"): lambda scratch, name, table, rows: table[rows[0] : rows[0] + len(rows)],
+            (blocks, "put_rows"): lambda table, rows, values: table[rows[0] : rows[0] + len(rows)].copy_(values),
+        }
+        for (owner, name), function in replaced.items():
+            setattr(owner, name, function)
+
+
+class Floor(Contender):
+    """The matrix products of a layer's training step on blocks that stay in the cache, and nothing else.
+
+    No softmax, no gathering, no biases, no output. `folded`: the 4 + 11 that our layer computes for one head (see
+    `attention.projected`); otherwise the 6 + 17 of the layer as it is written down (queries, keys, values, logits,
+    weighted sums, output; once more all but the output in the backward pass, and two for the gradients of each).
+    """
+
+    def __init__(self, sizes: Sizes, folded: bool) -> None:
+        super().__init__(nn.Module(), lambda x: x)
+        heads, width, p = sizes.heads, sizes.dim, min(sizes.batch_size, sizes.nodes)
+        self.folded, parts = folded, 2 if folded else 3
+        batches = max(1, blocks.rows_per_block(max(parts * width, heads * p), torch.device("cpu")) // p)
+        rows = batches * p
+        self.repeats = max(1, round(sizes.nodes / rows))
+        self.x, self.o, self.y, self.dx = (torch.randn(rows, width) for _ in range(4))
+        self.projected, self.dprojected = (torch.randn(rows, parts * width) for _ in range(2))
+        self.w_in, self.w_out = torch.randn(parts * width, width), torch.randn(width, width)
+        self.dw_in, self.dw_out = torch.zeros(parts * width, width), torch.zeros(width, width)
+        shape = heads * batches, p, width // heads
+        self.q, self.k, self.v, self.dq, self.dk, self.dv, self.grad = (torch.randn(shape) for _ in range(7))
+        self.weights, self.dweights = (torch.randn(heads * batches, p, p) for _ in range(2))
+
+    def _attend(self) -> None:
+        torch.mm(self.x, self.w_in.t(), out=self.projected)
+        torch.bmm(self.q, self.k.transpose(1, 2), out=self.weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.repeats):
+            self._attend()
+            torch.bmm(self.weights, self.v, out=self.grad)
+            if not self.folded:
+                torch.mm(self.o, self.w_out.t(), out=self.y)
+        return x
+
+    def backward(self, out: Tensor, x: Tensor, grad: Tensor) -> None:
+        for _ in range(self.repeats):
+            self._attend()
+            if not self.folded:
+                torch.bmm(self.weights, self.v, out=self.grad)
+                torch.mm(self.y, self.w_out, out=self.o)
+                torch.mm(self.y.t(), self.o, out=self.dw_out)
+            torch.bmm(self.weights.transpose(1, 2), self.grad, out=self.dv)
+            torch.bmm(self.grad, self.v.transpose(1, 2), out=self.dweights)
+            torch.bmm(self.dweights, self.k, out=self.dq)
+            torch.bmm(self.dweights.transpose(1, 2), self.q, out=self.dk)
+            torch.mm(self.dprojected, self.w_in, out=self.dx)
+            torch.mm(self.dprojected.t(), self.x, out=self.dw_in)
+
+
+PEERS = {"sgformer": "SGFormerAttention", "polynormer": "PolynormerAttention", "performer": "PerformerAttention"}
+
+CONTENDERS: dict[str, Callable[[Sizes], Contender]] = {
+    "ours": _ours,
+    "ours-keep": lambda sizes: _ours(sizes, recompute=False),
+    "ours-sgformer": lambda sizes: _ours(sizes, kernel="sgformer"),
+    **{name: _pyg(kind) for name, kind in PEERS.items()},
+    "full": _full,
+    "consecutive": Consecutive,
+    "floor": lambda sizes: Floor(sizes, folded=False),
+    "floor-folded": lambda sizes: Floor(sizes, folded=True),
+}

@@ -1,0 +1,94 @@
+"""Contenders as processes that take turns, so that a slow minute of the machine hits all of them alike."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Keeps glibc from returning large blocks to the kernel and fetching them anew at every step: peers run up to twice as
+# fast with it, at the price of memory. Other systems ignore it.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+ALLOCATORS: dict[str, dict[str, str]] = {"default": {}, "keeping": KEEP_MEMORY}
+
+
+class Worker:
+    """A running contender."""
+
+    def __init__(self, settings: dict[str, Any], allocator: str = "default") -> None:
+        environment = {k: v for k, v in os.environ.items() if k not in KEEP_MEMORY} | ALLOCATORS[allocator]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "randombatch.bench.worker", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.name = settings["contender"]
+        self._read()
+
+    def ask(self, what: str) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": what}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            assert self._process.stderr is not None
+            reason = self._process.stderr.read().strip().splitlines() or ["killed, most likely for lack of memory"]
+            raise RuntimeError(f"the process of {self.name!r} ended: {reason[-1]}")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def running(settings: dict[str, Any], allocator: str = "default") -> Iterator[Worker]:
+    worker = Worker(settings, allocator)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of every turn: the least disturbed one tells how fast a contender is."""
+
+    forward: list[float] = dataclasses.field(default_factory=list)
+    train: list[float] = dataclasses.field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        return {
+            "forward_s": min(self.forward),
+            "train_s": min(self.train),
+            "train_median_s": statistics.median(self.train),
+            "turns": len(self.train),
+        }
+
+
+def take_turns(workers: dict[Any, Worker], turns: int, tick: Callable[[], None]) -> dict[Any, Times]:
+    """Every worker steps once, then every worker again, `turns` times (after one step to warm up)."""
+    times: dict[Any, Times] = {key: Times() for key in workers}
+    for turn in range(turns + 1):
+        for key, worker in workers.items():
+            answer = worker.ask("time")
+            if turn:
+                times[key].forward.append(answer["forward_s"])
+                times[key].train.append(answer["train_s"])
+            tick()
+    return times
