@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, sorted_order
+from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order
 
 __all__ = ["Division", "check_batch_size", "draw_seed", "fold_in"]
 
@@ -57,6 +57,8 @@ class Division:
                 f"`seed` must be an int, got {type(seed).__name__} {seed!r}: use Division.draw for a new one"
             )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
+        # What operators are given: a compiled graph takes another seed without being compiled anew.
+        self.key = torch.tensor(signed64(seed))
         self.ptr = None if ptr is None else _check_ptr(ptr, num_items)
         self.rows: Tensor | None = None
 

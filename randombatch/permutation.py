@@ -48,16 +48,17 @@ def fold_in(seed: int, *data: int) -> int:
     return state >> 1
 
 
-def _signed(z: int) -> int:
-    """The 64 bits of `z` as the signed integer that torch's wrapping int64 arithmetic knows them by."""
+def signed64(z: int) -> int:
+    """The lowest 64 bits of `z` as the signed integer that torch's wrapping int64 arithmetic knows them by."""
+    z &= _MASK64
     return z - (1 << 64) if z >> 63 else z
 
 
 def hash64(items: Tensor, seed: int) -> Tensor:
     """A 64-bit hash of each int64 item under a seed: splitmix64 on tensors, its shifts masked to logical ones."""
-    h = items * _signed(_GOLDEN) + _signed(_mix((seed + _GOLDEN) & _MASK64))
-    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * _signed(_MULTIPLIER_1)
-    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * _signed(_MULTIPLIER_2)
+    h = items * signed64(_GOLDEN) + signed64(_mix((seed + _GOLDEN) & _MASK64))
+    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * signed64(_MULTIPLIER_1)
+    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * signed64(_MULTIPLIER_2)
     return h ^ ((h >> 31) & ((1 << 33) - 1))
 
 

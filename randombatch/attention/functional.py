@@ -130,7 +130,7 @@ def _resolve(
             f"`division` is of {division.num_items} items but query has {length} rows: "
             f"make one with Division.draw({length}, batch_size)"
         )
-    return torch.tensor(division.seed), division.batch_size, division.ptr, division.rows
+    return division.key, division.batch_size, division.ptr, division.rows
 
 
 def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int) -> Tensor | None:

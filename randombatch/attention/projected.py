@@ -73,7 +73,8 @@ def projected_attention(
         in_weight, in_bias = _scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
     parts = 3
     output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
-    if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight):
+    # Folding costs a few products of weights, which pay from about as many rows as there are features on.
+    if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
         parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
         output = None, out_bias
     out, _ = projected(

@@ -118,17 +118,19 @@ def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:
                 memory[name, allocator] = worker.ask("memory")["extra_bytes"]
             tick()
     tick = progress("time", (settings.turns + 1) * len(names) * len(ALLOCATORS))
-    with contextlib.ExitStack() as stack:
-        workers: dict[Any, Worker] = {
-            (name, allocator): stack.enter_context(running(settings.worker(name), allocator))
+    rows = []
+    # One allocator after the other: processes that keep their memory cannot all be alive at once on a small machine.
+    for allocator in ALLOCATORS:
+        with contextlib.ExitStack() as stack:
+            workers: dict[Any, Worker] = {
+                name: stack.enter_context(running(settings.worker(name), allocator)) for name in names
+            }
+            times = take_turns(workers, settings.turns, tick)
+        rows += [
+            {"name": name, "allocator": allocator, **times[name].row(), "extra_bytes": memory[name, allocator]}
             for name in names
-            for allocator in ALLOCATORS
-        }
-        times = take_turns(workers, settings.turns, tick)
-    return [
-        {"name": name, "allocator": allocator, **times[name, allocator].row(), "extra_bytes": memory[name, allocator]}
-        for name, allocator in times
-    ]
+        ]
+    return rows
 
 
 def _scaling(settings: Settings, progress) -> list[dict[str, Any]]:

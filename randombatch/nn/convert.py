@@ -47,25 +47,33 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
-    if hf is not None and isinstance(model, hf.PreTrainedModel):
-        replaced = hf.convert_model(model, batch_size, self_correction, eval_rounds)
-        _Proof(model, "random_batch_witness", list(replaced.values())).arm()
-        return model
+    encoders = {} if hf is None or names is not None else hf.encoders(model)
     targets = _targets(model, pyg, None if names is None else set(names), self_correction)
+    if not targets and not encoders:
+        raise ValueError(
+            f"found no attention to convert in {type(model).__name__}: known are nn.MultiheadAttention, PyTorch "
+            "Geometric's SGFormer, Polynormer and Performer attention, and Hugging Face encoders; "
+            "wrap others yourself with RandomBatch(module, batch_size)"
+        )
+    for found in encoders.values():
+        hf.check(*found)
     options: dict[str, Any] = {"batch_size": batch_size, "eval_rounds": eval_rounds}
     if self_correction:
         options["self_correction"] = True
-    replaced = []
-    for number, (name, (old, kind)) in enumerate(targets.items()):
+    proof = _Proof()
+    for number, (old, kind) in enumerate(targets.values()):
         new = _adopt(kind, old, eval_seed=number, **options)
-        replaced.append(new)
         if old is model:
             return new
-        _replace(model, name, old, new)
+        _replace(model, old, new)
+        proof.watch(new, "witness")
+    for encoder, attentions in encoders.values():
+        for module in hf.convert_encoder(encoder, attentions, **options):
+            proof.watch(module, "random_batch_witness")
     for_torch.forbid_bypass(model)
     if pyg is not None:
         pyg.adapt(model)
-    _Proof(model, "witness", replaced).arm()
+    proof.arm(model)
     return model
 
 
@@ -108,12 +116,6 @@ def _targets(
     unknown = set() if names is None else names - set(targets)
     if unknown:
         raise ValueError(f"no attention that can be converted is called {sorted(unknown)[0]!r}")
-    if not targets:
-        raise ValueError(
-            f"found no attention to convert in {type(model).__name__}: known are nn.MultiheadAttention, PyTorch "
-            "Geometric's SGFormer, Polynormer and Performer attention, and Hugging Face encoders; "
-            "wrap others yourself with RandomBatch(module, batch_size)"
-        )
     for name, (module, _) in targets.items():
         reason = None
         if isinstance(module, nn.MultiheadAttention):
@@ -138,7 +140,7 @@ def _adopt(kind: type[nn.Module], old: nn.Module, **attributes: Any) -> nn.Modul
     return new
 
 
-def _replace(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever `old` stands, also where modules share it."""
     for parent in list(model.modules()):
         for child, module in parent._modules.items():
@@ -149,14 +151,20 @@ def _replace(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> Non
 class _Proof:
     """Watches one forward of the model and raises if a replaced attention was not called in it."""
 
-    def __init__(self, model: nn.Module, attribute: str, replaced: list[nn.Module]) -> None:
-        self.model, self.attribute, self.replaced = model, attribute, replaced
+    def __init__(self) -> None:
         self.calls: list[nn.Module] = []
+        self.watched: list[tuple[nn.Module, str]] = []
 
-    def arm(self) -> None:
-        for module in self.replaced:
-            setattr(module, self.attribute, self.calls)
-        self.handle = self.model.register_forward_hook(self)
+    def watch(self, module: nn.Module, attribute: str) -> None:
+        """Have the module report its calls to a list under this name."""
+        setattr(module, attribute, self.calls)
+        self.watched.append((module, attribute))
+
+    def arm(self, model: nn.Module) -> None:
+        for key, hook in list(model._forward_hooks.items()):
+            if isinstance(hook, _Proof):
+                del model._forward_hooks[key]
+        self.handle = model.register_forward_hook(self)
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
         pyg = _installed("torch_geometric", "pyg")
@@ -164,12 +172,12 @@ class _Proof:
             return
         called = {id(m) for m in self.calls}
         names = {id(m): name for name, m in model.named_modules()}
-        skipped = [names.get(id(m), type(m).__name__) for m in self.replaced if id(m) not in called]
+        skipped = [names.get(id(m), type(m).__name__) for m, _ in self.watched if id(m) not in called]
         if skipped:
             raise RuntimeError(
                 f"converted attention was never called in this forward: {', '.join(skipped)}. The model computes its "
                 "attention elsewhere; its results are not random-batch results"
             )
-        for module in self.replaced:
-            setattr(module, self.attribute, None)
+        for module, attribute in self.watched:
+            setattr(module, attribute, None)
         self.handle.remove()

@@ -127,27 +127,47 @@ def _asks_registry(kind: type[nn.Module]) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def convert_model(model: PreTrainedModel, batch_size: int, self_correction: bool, eval_rounds: int) -> dict[str, Any]:
-    """Set the attention of one model; returns its attention modules by name."""
-    found = attention_modules(model)
-    if not found or not model._can_set_attn_implementation():
+def encoders(model: nn.Module) -> dict[str, tuple[PreTrainedModel, dict[str, Any]]]:
+    """The outermost Hugging Face models in a model, each with its attention modules, by name."""
+    found: dict[str, tuple[PreTrainedModel, dict[str, Any]]] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module, attention_modules(module)
+    return found
+
+
+def check(model: PreTrainedModel, attentions: dict[str, Any]) -> None:
+    """Refuse a model whose attention cannot be restricted to random batches."""
+    if not attentions or not model._can_set_attn_implementation():
         raise ValueError(
             f"{type(model).__name__} does not take its attention from transformers' registry: it cannot be converted"
         )
     config = model.config
-    causal = [name for name, m in found.items() if getattr(m, "is_causal", False)]
+    causal = any(getattr(m, "is_causal", False) for m in attentions.values())
     if causal or getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} is a decoder (causal or cross-attention, key-value cache): "
             "random batch attention is for encoders; convert its encoder alone"
         )
+
+
+def convert_encoder(
+    model: PreTrainedModel,
+    attentions: dict[str, Any],
+    *,
+    batch_size: int,
+    eval_rounds: int,
+    self_correction: bool = False,
+) -> list[nn.Module]:
+    """Set the attention of one checked model; returns its attention modules."""
     register()
     model.set_attn_implementation(NAME)
-    for number, module in enumerate(found.values()):
+    for number, module in enumerate(attentions.values()):
         module.random_batch_layer = number
-        own = module.config
-        own.random_batch_size = batch_size
-        own.random_batch_self_correction, own.random_batch_eval_rounds = self_correction, eval_rounds
-        if own._attn_implementation != NAME:
+        config = module.config
+        config.random_batch_size, config.random_batch_eval_rounds = batch_size, eval_rounds
+        config.random_batch_self_correction = self_correction
+        if config._attn_implementation != NAME:
             raise ValueError(f"{type(model).__name__} did not accept attn_implementation={NAME!r} for all of its parts")
-    return found
+    return list(attentions.values())

@@ -157,6 +157,16 @@ def test_compiles_whole_and_is_not_compiled_again_for_each_seed() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_compiles_with_a_division_and_any_seed() -> None:
+    qkv = inputs(33)
+    compiled = torch.compile(lambda q, k, v, d: random_batch_attention(q, k, v, division=d), fullgraph=True)
+    for seed in (3, 4, 5, -7, 2**64 - 1, 2**70 + 5):
+        division = Division(33, 8, seed)
+        expected = random_batch_attention(*qkv, division=division)
+        torch.testing.assert_close(expected, naive_attention(*qkv, division))
+        torch.testing.assert_close(compiled(*qkv, division), expected)
+
+
 def test_one_batch_is_scaled_dot_product_attention() -> None:
     q, k, v = inputs(50)
     mask = torch.rand(50, 50) < 0.5

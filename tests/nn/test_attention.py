@@ -131,6 +131,19 @@ def test_gradient_of_padding_is_zero() -> None:
     assert (x.grad[mask] != 0).any()
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_nan_stays_in_its_batch(heads: int, kernel: str) -> None:
+    layer = RandomBatchAttention(8, heads, 6, kernel=kernel).eval()
+    x = torch.randn(50, 8)
+    clean = layer(x)
+    batch = Division(50, 6, fold_in(0, 0)).batch_of(torch.arange(50))
+    x[7] = float("nan")
+    out = layer(x)
+    assert out[batch == batch[7]].isnan().all()
+    assert torch.equal(out[batch != batch[7]], clean[batch != batch[7]])
+
+
 def test_compiles_whole() -> None:
     layer = RandomBatchAttention(16, 2, 8, dropout=0.1)
     compiled = torch.compile(layer, fullgraph=True)

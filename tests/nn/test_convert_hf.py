@@ -126,6 +126,22 @@ def test_report_and_options() -> None:
     assert (averaged - full)[valid].norm() < (once - full)[valid].norm()
 
 
+def test_an_encoder_inside_another_model() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert, self.head = bert(), nn.Linear(32, 2)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.bert(ids).last_hidden_state[:, 0])
+
+    model = convert(Classifier(), 6).eval()
+    assert "bert.encoder.layer.0.attention.self" in converted(model)
+    ids, _ = tokens()
+    full = convert(copy.deepcopy(model), 64)
+    assert (model(ids) - full(ids)).abs().max() > 1e-5
+
+
 def test_layers_differ_in_evaluation() -> None:
     model = convert(bert(), 6)
     numbers = [m.random_batch_layer for m in hf.attention_modules(model).values()]

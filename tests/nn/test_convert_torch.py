@@ -109,6 +109,11 @@ def test_survives_copying_and_pickling() -> None:
     out = model(x)
     torch.testing.assert_close(copy.deepcopy(model)(x), out)
     torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), out)
+    armed = convert(encoder(), 4)
+    for twin in (copy.deepcopy(armed), pickle.loads(pickle.dumps(armed))):
+        twin(x)
+        assert not twin._forward_hooks, "the proof of a copy is its own"
+    assert armed._forward_hooks
 
 
 def test_self_correction_is_used() -> None:

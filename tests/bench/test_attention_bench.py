@@ -1,0 +1,79 @@
+"""`randombatch bench attention` as a user runs it, on a small graph; it refuses to report a wrong result."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from randombatch.bench import attention
+from randombatch.bench.memory import Peak
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "randombatch", *arguments], capture_output=True, text=True)
+
+
+def test_tables_and_json(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ["--nodes", "3000", "--dim", "16", "--batch-size", "32", "--threads", "1", "--turns", "2"]
+    done = run("bench", "attention", *options, "--peers", "polynormer", "--scaling", "2000,4000", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "polynormer" in done.stdout
+    assert "our layer as N grows" in done.stdout
+    result = json.loads(file.read_text())
+    assert set(result) >= {"settings", "machine", "rows", "floor", "ratios"}
+    names = {row["name"] for row in result["rows"]}
+    assert names >= {"ours", "ours-keep", "ours-sgformer", "polynormer", "consecutive", "floor", "full", "scaling"}
+    assert {row["allocator"] for row in result["rows"] if row["name"] == "ours"} == {"default", "keeping"}
+    assert all(row["train_s"] > row["forward_s"] > 0 for row in result["rows"])
+    ratios = result["ratios"]
+    assert set(ratios) >= {
+        "train_time_vs", "train_time_vs_default", "train_time_over_floor", "extra_memory_vs", "extra_memory_bytes",
+        "division_share", "time_per_node_spread",
+    }  # fmt: skip
+    ours = [row["train_s"] for row in result["rows"] if row["name"] == "ours"]
+    theirs = [row["train_s"] for row in result["rows"] if row["name"] == "polynormer"]
+    assert ratios["train_time_vs"]["polynormer"] == pytest.approx(min(theirs) / min(ours))
+    assert result["machine"]["threads"] == 1
+    assert result["deviation_from_naive"] < 1e-9
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "nobody"], "unknown peer 'nobody': known are sgformer, polynormer, performer"),
+        (["--dim", "10", "--heads", "3"], "dim a multiple of heads"),
+        (["--batch-size", "1"], "the batch size must be at least 2, got 1"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = run("bench", "attention", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_help_shows_examples() -> None:
+    assert "randombatch bench attention --dim 256" in run("bench", "attention", "--help").stdout
+    assert run("--version").stdout.strip() == attention.__version__
+
+
+def test_a_wrong_result_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = attention.Settings(nodes=1000, dim=8, batch_size=16)
+    assert attention.verify(settings) < 1e-9
+    right = attention.projected_attention
+    monkeypatch.setattr(attention, "projected_attention", lambda *a, **k: right(*a, **k) * 1.001)
+    with pytest.raises(AssertionError, match="no speed is reported for a wrong result"):
+        attention.verify(settings)
+
+
+def test_peak_sees_what_was_touched_and_freed() -> None:
+    peak = Peak()
+    block = torch.ones(25_000_000)
+    del block
+    assert peak.growth() == pytest.approx(100e6, rel=0.05)
