@@ -87,21 +87,22 @@ def bench_attention(
     peers: Annotated[
         str, typer.Option(help="Which of PyTorch Geometric's attentions.")
     ] = "sgformer,polynormer,performer",
-    turns: Annotated[int, typer.Option(help="Steps of each contender; the fastest counts.")] = 20,
+    turns: Annotated[int, typer.Option(help="Steps of each contender; the fastest counts.")] = 10,
     scaling: Annotated[
         str, typer.Option(help="N of the scaling table; empty for none.")
     ] = "10000,100000,1000000,10000000",
+    sweep: Annotated[bool, typer.Option(help="Also other numbers of heads and batch sizes.")] = True,
     output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Time and extra memory of one attention layer, forward and forward + backward, beside its peers.
 
-    Every contender runs in its own process, under the default allocator and under one that keeps memory; they take
-    turns. The floor is the layer's matrix products in cache and nothing else. A wrong result gets no figures.
+    Every contender runs in its own process, under the default allocator and under one that keeps memory, and takes
+    turns with ours. The floor is the layer's matrix products in cache and nothing else. A wrong result gets no figures.
 
     Examples:
 
         randombatch bench attention
-        randombatch bench attention --dim 256 --scaling "" --json arxiv-256.json
+        randombatch bench attention --dim 256 --scaling "" --no-sweep --json arxiv-256.json
         randombatch bench attention --nodes 10000 --heads 8 --batch-size 1024 --turns 5
     """
     from randombatch.bench import attention
@@ -116,6 +117,7 @@ def bench_attention(
             peers=tuple(p for p in peers.split(",") if p),
             turns=turns,
             scaling=tuple(int(n) for n in scaling.split(",") if n),
+            sweep=sweep,
         )
     except ValueError as error:
         refuse(str(error))
@@ -142,7 +144,7 @@ def _print_attention(result: dict[str, Any]) -> None:
     title = "N = {nodes:,}, F = {dim}, H = {heads}, p = {batch_size}, {threads} threads".format(**s)
     table = Table("contender", "allocator", "forward ms", "train ms", "median ms", "extra MB", title=title)
     for row in result["rows"]:
-        if row["name"] != "scaling":
+        if "allocator" in row:
             seconds = [f"{row[key] * 1e3:.1f}" for key in ("forward_s", "train_s", "train_median_s")]
             table.add_row(row["name"], row["allocator"], *seconds, f"{row['extra_bytes'] / 1e6:.1f}")
     console.print(table)
@@ -152,6 +154,13 @@ def _print_attention(result: dict[str, Any]) -> None:
             if row["name"] == "scaling":
                 figures = f"{row['train_s'] * 1e3:.1f}", f"{row['ns_per_node']:.0f}", f"{row['extra_bytes'] / 1e6:.1f}"
                 table.add_row(f"{row['nodes']:,}", *figures)
+        console.print(table)
+    if s["sweep"]:
+        table = Table("H", "p", "train ms", "over its floor", title="other heads and batch sizes")
+        for row in result["rows"]:
+            if row["name"] == "sweep":
+                time, ratio = f"{row['train_s'] * 1e3:.1f}", f"{row['over_floor']:.2f}"
+                table.add_row(str(row["heads"]), str(row["batch_size"]), time, ratio)
         console.print(table)
     table = Table("ratio (a peer's time or memory over ours: above 1 we are better)", "value")
     for name, value in result["ratios"].items():

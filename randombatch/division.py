@@ -259,6 +259,13 @@ class Division:
         rank = torch.argsort(sorted_order(largest, self.seed, device))
         return items[torch.argsort(graph * largest + rank[items - first])]
 
+    @functools.cached_property
+    def _sorted_rows(self) -> tuple[Tensor, Tensor]:
+        """The rows of `on_rows` in increasing order, and their items."""
+        assert self.rows is not None
+        rows, items = self.rows.sort()
+        return rows, items
+
     def _items_of(self, rows: Tensor) -> Tensor:
         """Items that are these rows (the rows themselves unless `on_rows` said otherwise)."""
         rows = torch.as_tensor(rows)
@@ -268,7 +275,7 @@ class Division:
         if self.rows is None:
             known = (rows >= 0) & (rows < self.num_items)
         else:
-            table, items = self.rows.to(rows.device).sort()
+            table, items = (t.to(rows.device) for t in self._sorted_rows)
             place = torch.searchsorted(table, rows).clamp_(max=max(0, self.num_items - 1))
             known = table[place] == rows if self.num_items else torch.zeros_like(rows, dtype=torch.bool)
         if not bool(known.all()):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from randombatch import Division, RandomBatchAttention
 from randombatch.attention import naive_attention
 from randombatch.attention.projected import projected_attention
 from randombatch.bench.contenders import PEERS
-from randombatch.bench.processes import ALLOCATORS, Worker, running, take_turns
+from randombatch.bench.processes import ALLOCATORS, running, take_turns
 from randombatch.version import __version__
 
 # Full attention needs N x N numbers on the CPU: beyond this it is left out.
 FULL_UP_TO = 20_000
 SCALING_NODES = (10_000, 100_000, 1_000_000, 10_000_000)
+# Heads and batch sizes that are swept for cliffs, on a graph of at most so many nodes.
+SWEEP_HEADS, SWEEP_SIZES, SWEEP_NODES = (1, 4, 8), (16, 64, 256, 1024), 50_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,9 @@ class Settings:
     batch_size: int = 64
     threads: int = 2
     peers: tuple[str, ...] = tuple(PEERS)
-    turns: int = 20
+    turns: int = 10
     scaling: tuple[int, ...] = SCALING_NODES
+    sweep: bool = True
 
     def __post_init__(self) -> None:
         unknown = set(self.peers) - set(PEERS)
@@ -77,11 +80,12 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
     deviation = verify(settings)
     rows = _side_by_side(settings, progress)
     scaling = _scaling(settings, progress)
+    sweep = _sweep(settings, progress) if settings.sweep else []
     return {
         "settings": dataclasses.asdict(settings),
         "machine": machine(settings.threads),
         "deviation_from_naive": deviation,
-        "rows": [*rows, *scaling],
+        "rows": [*rows, *scaling, *sweep],
         "floor": next(r for r in rows if r["name"] == "floor"),
         "ratios": _ratios(settings, rows, scaling),
     }
@@ -105,32 +109,32 @@ def _processor() -> str:
 
 
 def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:
-    names = ["ours", "ours-keep", "ours-sgformer", *settings.peers, "consecutive", "floor"]
+    """Every contender takes turns with ours, one after the other: a small machine cannot hold all of them at once."""
+    names = ["ours-keep", "ours-sgformer", *settings.peers, "consecutive", "floor"]
     if settings.heads == 1:
         names.append("floor-folded")
     if settings.nodes <= FULL_UP_TO:
         names.append("full")
-    memory = {}
-    tick = progress("extra memory", len(names) * len(ALLOCATORS))
-    for name in names:
-        for allocator in ALLOCATORS:
-            with running(settings.worker(name), allocator) as worker:
-                memory[name, allocator] = worker.ask("memory")["extra_bytes"]
-            tick()
-    tick = progress("time", (settings.turns + 1) * len(names) * len(ALLOCATORS))
     rows = []
-    # One allocator after the other: processes that keep their memory cannot all be alive at once on a small machine.
+    tick = progress("side by side", (settings.turns + 1) * 2 * len(names) * len(ALLOCATORS))
     for allocator in ALLOCATORS:
-        with contextlib.ExitStack() as stack:
-            workers: dict[Any, Worker] = {
-                name: stack.enter_context(running(settings.worker(name), allocator)) for name in names
-            }
-            times = take_turns(workers, settings.turns, tick)
-        rows += [
-            {"name": name, "allocator": allocator, **times[name].row(), "extra_bytes": memory[name, allocator]}
-            for name in names
-        ]
+        ours = {"name": "ours", "allocator": allocator, "extra_bytes": _extra_memory(settings, "ours", allocator)}
+        with running(settings.worker("ours"), allocator) as worker:
+            for name in names:
+                memory = _extra_memory(settings, name, allocator)
+                with running(settings.worker(name), allocator) as other:
+                    times = take_turns({"ours": worker, name: other}, settings.turns, tick)
+                row = {"name": name, "allocator": allocator, **times[name].row(), "extra_bytes": memory}
+                rows.append({**row, "ours_train_s": times["ours"].row()["train_s"]})
+                if "train_s" not in ours or times["ours"].row()["train_s"] < ours["train_s"]:
+                    ours |= times["ours"].row()
+        rows.insert(0, ours)
     return rows
+
+
+def _extra_memory(settings: Settings, name: str, allocator: str) -> float:
+    with running(settings.worker(name), allocator) as worker:
+        return worker.ask("memory")["extra_bytes"]
 
 
 def _scaling(settings: Settings, progress) -> list[dict[str, Any]]:
@@ -157,24 +161,41 @@ def _scaling(settings: Settings, progress) -> list[dict[str, Any]]:
     return rows
 
 
-def _ratios(settings: Settings, rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> dict[str, Any]:
-    def best(name: str) -> float:
-        return min(r["train_s"] for r in rows if r["name"] == name)
+def _sweep(settings: Settings, progress) -> list[dict[str, Any]]:
+    """Our layer beside its floor for other numbers of heads and batch sizes: a cliff would stand out in the ratio."""
+    nodes = min(settings.nodes, SWEEP_NODES)
+    cases = [(h, p) for h in SWEEP_HEADS for p in SWEEP_SIZES if settings.dim % h == 0]
+    tick = progress("sweep", len(cases))
+    rows = []
+    for heads, p in cases:
+        changes = {"nodes": nodes, "heads": heads, "batch_size": p}
+        with running(settings.worker("ours", **changes)) as ours, running(settings.worker("floor", **changes)) as floor:
+            times = take_turns({"ours": ours, "floor": floor}, 6, lambda: None)
+        row, under = times["ours"].row(), times["floor"].row()
+        rows.append({"name": "sweep", **changes, **row, "over_floor": row["train_s"] / under["train_s"]})
+        tick()
+    return rows
 
-    def default(name: str, key: str = "train_s") -> float:
-        return next(r[key] for r in rows if r["name"] == name and r["allocator"] == "default")
+
+def _ratios(settings: Settings, rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> dict[str, Any]:
+    """A contender's time over ours in the same turns, each at its better allocator unless it says default."""
+
+    def vs(name: str, allocators: Iterable[str] = ALLOCATORS) -> float:
+        those = [r for r in rows if r["name"] == name and r["allocator"] in allocators]
+        return min(r["train_s"] for r in those) / min(r["ours_train_s"] for r in those)
+
+    def extra(name: str) -> float:
+        return next(r["extra_bytes"] for r in rows if r["name"] == name and r["allocator"] == "default")
 
     per_node = [r["ns_per_node"] for r in scaling]
     return {
-        "train_time_vs": {name: best(name) / best("ours") for name in settings.peers},
-        "train_time_vs_default": {name: default(name) / default("ours") for name in settings.peers},
-        "train_time_over_floor": best("ours") / best("floor"),
-        "train_time_over_folded_floor": best("ours") / best("floor-folded") if settings.heads == 1 else None,
-        "train_time_keep_over_recompute": best("ours-keep") / best("ours"),
-        "extra_memory_vs": {
-            name: default(name, "extra_bytes") / max(1, default("ours", "extra_bytes")) for name in settings.peers
-        },
-        "extra_memory_bytes": default("ours", "extra_bytes"),
-        "division_share": 1 - best("consecutive") / best("ours"),
+        "train_time_vs": {name: vs(name) for name in settings.peers},
+        "train_time_vs_default": {name: vs(name, ["default"]) for name in settings.peers},
+        "train_time_over_floor": 1 / vs("floor"),
+        "train_time_over_folded_floor": 1 / vs("floor-folded") if settings.heads == 1 else None,
+        "train_time_keep_over_recompute": vs("ours-keep"),
+        "extra_memory_vs": {name: extra(name) / max(1, extra("ours")) for name in settings.peers},
+        "extra_memory_bytes": extra("ours"),
+        "division_share": 1 - vs("consecutive"),
         "time_per_node_spread": max(per_node) / min(per_node) if per_node else None,
     }
