@@ -37,9 +37,8 @@ def estimate_error(
 
     Exact rows of full attention are computed for a sample of queries; then, for `rounds` divisions, the rows that those
     queries would get in their batches. E|o~_i - o_i|^2 is so measured where it arises, with the sampling without
-    replacement, the item's own term and the ratio of sums as they are. (The first-order variance formula
-    (1/(p-1) - 1/(N-1)) Lambda_i is right for flat weights; where a query attends to a few items it is far off, because
-    a batch holds few of them. docs/error.md has both beside the measured error.)
+    replacement, the item's own term and the ratio of sums as they are. (The first-order variance formula is up to 16 %
+    off where the softmax's denominator varies between batches; docs/error.md has both beside the measured error.)
 
     Time O(sample (N + rounds p) E) for each leading dimension, memory a few tens of MB: nothing of size N x N, and no
     full run.

@@ -118,7 +118,11 @@ def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:
     rows = []
     tick = progress("side by side", (settings.turns + 1) * 2 * len(names) * len(ALLOCATORS))
     for allocator in ALLOCATORS:
-        ours = {"name": "ours", "allocator": allocator, "extra_bytes": _extra_memory(settings, "ours", allocator)}
+        ours: dict[str, Any] = {
+            "name": "ours",
+            "allocator": allocator,
+            "extra_bytes": _extra_memory(settings, "ours", allocator),
+        }
         with running(settings.worker("ours"), allocator) as worker:
             for name in names:
                 memory = _extra_memory(settings, name, allocator)
