@@ -3,36 +3,25 @@
 python examples/demo.py
 """
 
-import time
-
 import torch
 from sklearn.datasets import load_digits
 from sklearn.neighbors import kneighbors_graph
 from torch_geometric.nn.models import SGFormer
 
 import randombatch as rb
-from randombatch.bench.memory import Peak
-
-
-def step_time(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> float:
-    start = time.perf_counter()
-    layer(x).backward(grad)
-    return time.perf_counter() - start
+from randombatch.bench.processes import running
 
 
 def growth() -> None:
-    """Time and extra memory of one training step as the graph grows: both linear, memory hardly at all."""
+    """Time and extra memory of one training step as the graph grows, each in a fresh process: memory hardly grows."""
     print("1. One attention layer (64 features, batches of 64), forward and backward\n")
     print(f"{'nodes':>10} {'ms':>8} {'ns per node':>12} {'extra MB':>9}")
-    layer = rb.RandomBatchAttention(64, 1, 64)
-    layer(torch.randn(128, 64)).sum().backward()
     for n in (20_000, 100_000, 500_000):
-        x, grad = torch.randn(n, 64, requires_grad=True), torch.randn(n, 64)
-        peak = Peak()
-        layer(x).backward(grad)
-        extra = peak.growth() - 2 * x.nbytes
-        seconds = min(step_time(layer, x, grad) for _ in range(5))
-        print(f"{n:>10,} {seconds * 1e3:>8.0f} {seconds / n * 1e9:>12.0f} {max(0, extra) / 1e6:>9.0f}")
+        sizes = {"nodes": n, "dim": 64, "heads": 1, "batch_size": 64, "threads": torch.get_num_threads()}
+        with running({"contender": "ours", **sizes}) as worker:
+            extra = worker.ask("memory")["extra_bytes"]
+            seconds = min(worker.ask("time")["train_s"] for _ in range(5))
+        print(f"{n:>10,} {seconds * 1e3:>8.0f} {seconds / n * 1e9:>12.0f} {extra / 1e6:>9.0f}")
     print("\n   Full attention over 500,000 nodes would need 1,000,000 MB for its weights alone.\n")
 
 

@@ -26,7 +26,7 @@ def estimate_error(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    batch_sizes: Iterable[int],
+    batch_sizes: int | Iterable[int],
     *,
     sample: int = 256,
     self_correction: bool = False,
@@ -56,6 +56,7 @@ def estimate_error(
     Returns:
         `{p: ErrorEstimate(error, stderr)}`; the standard error is that of the sampling of queries and divisions.
     """
+    batch_sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
     q, k, v = (x.detach().flatten(0, 1) for x in _canonical(query, key, value, False))
     if sample < 2 or rounds < 1:
         raise ValueError(f"`sample` must be at least 2 and `rounds` at least 1, got {sample} and {rounds}")
@@ -110,8 +111,11 @@ def _batch_rows(
 
 def _relative(errors: Tensor, norms: Tensor) -> ErrorEstimate:
     """sqrt(sum errors / sum norms) with the standard error of a ratio of means (delta method)."""
+    if not norms.sum():
+        raise ValueError("full attention is zero on the sampled rows: there is no error relative to it")
     ratio = errors.sum() / norms.sum()
-    residual = errors - ratio * norms
-    deviation = residual.std() / math.sqrt(len(errors)) / norms.mean()
     error = math.sqrt(ratio)
-    return ErrorEstimate(error, float(deviation) / (2 * error) if error else 0.0)
+    if not error or len(errors) < 2:
+        return ErrorEstimate(error, 0.0)
+    deviation = (errors - ratio * norms).std() / math.sqrt(len(errors)) / norms.mean()
+    return ErrorEstimate(error, float(deviation) / (2 * error))

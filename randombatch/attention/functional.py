@@ -42,7 +42,8 @@ def random_batch_attention(
             `(L, E)` inputs also `(L,)`). Padded items still take part in the division.
         attn_mask: broadcasts to `(..., L, L)`; boolean, True = may attend, or numbers to add to the logits.
         is_causal: an item attends only to items of its batch at its own or an earlier original position.
-        dropout_p: probability of dropping each weight; the choice depends on the division's seed only.
+        dropout_p: probability of dropping each weight; the choice depends on the division's seed only, so a division
+            that is used again drops the same weights again.
         scale: factor of the logits, default E**-0.5.
         enable_gqa: key and value may have fewer heads (dimension -3), of which each serves several of the query's.
         self_correction: add log((N - 1) / (s - 1)) to every logit but the item's own, with s valid items in the batch
@@ -136,6 +137,8 @@ def _resolve(
 def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int) -> Tensor | None:
     if key_padding_mask is None:
         return None
+    if not isinstance(key_padding_mask, Tensor):
+        raise TypeError(f"`key_padding_mask` must be a tensor, got {type(key_padding_mask).__name__}")
     length = query.shape[-2]
     leading = query.shape[0] if query.dim() > 2 else 1
     padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 and query.dim() == 2 else key_padding_mask
@@ -156,6 +159,8 @@ def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor
     """The mask as `(B | 1, H | 1, L, L)`, a view wherever torch can make one."""
     if attn_mask is None:
         return None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"`attn_mask` must be a tensor, got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"`attn_mask` must be boolean (True = may attend) or floating point, got {attn_mask.dtype}")
     full = (*query.shape[:-1], query.shape[-2])
@@ -168,8 +173,8 @@ def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor
     if not fits:
         raise ValueError(f"`attn_mask` must broadcast to (..., L, L) = {full}, got shape {tuple(attn_mask.shape)}")
     mask = attn_mask.expand(*attn_mask.shape[:-2], *full[-2:]) if attn_mask.dim() >= 2 else attn_mask.expand(full[-2:])
-    if mask.dim() == 2:
-        return mask[None, None]
+    if math.prod(mask.shape[:-2]) == 1:
+        return mask.reshape(1, 1, *full[-2:])
     if query.dim() <= 4:
         mask = mask.reshape((1,) * (query.dim() - mask.dim()) + tuple(mask.shape))
         return mask if query.dim() == 4 else mask.unsqueeze(1 if query_BHLD.shape[1] == 1 else 0)

@@ -66,17 +66,20 @@ def projected_attention(
         block_rows: rows per block (default: from the cache, see `blocks.rows_per_block`).
     """
     if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, in_weight, out_weight = x.to(dtype), in_weight.to(dtype), out_weight.to(dtype)
-        in_bias, out_bias = (None if b is None else b.to(dtype) for b in (in_bias, out_bias))
-    if kernel == "softmax":
-        in_weight, in_bias = _scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    # Blocks are computed in this type, and so are products of weights: no need to round them first.
+    dtype = blocks.compute_dtype(x.dtype)
+    in_weight, out_weight = in_weight.to(dtype), out_weight.to(dtype)
+    in_bias, out_bias = (None if b is None else b.to(dtype) for b in (in_bias, out_bias))
     parts = 3
     output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
-    # Folding costs a few products of weights, which pay from about as many rows as there are features on.
-    if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
-        parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
-        output = None, out_bias
+    with torch.autocast(x.device.type, enabled=False):
+        if kernel == "softmax":
+            in_weight, in_bias = _scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
+        # Folding costs a few products of weights, which pay from about as many rows as there are features on.
+        if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
+            parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
+            output = None, out_bias
     out, _ = projected(
         x, in_weight, in_bias, *output, seed, ptr, batch, mask,
         batch_size, heads, parts, kernel, dropout_p, recompute, block_rows or 0,
@@ -333,7 +336,7 @@ def projected_backward(
                 dbias.addmv_(d_RW.t(), ones_R)
         assert dx_RF is not None
         blocks.put_rows(dx_NF, block.rows, dx_RF)
-    din_weight, din_bias, dout_weight, dout_bias = (s.to(x.dtype) for s in sums)
+    din_weight, din_bias, dout_weight, dout_bias = (s.to(in_weight.dtype) for s in sums)
     return dx_NF, din_weight, din_bias, dout_weight, dout_bias
 
 
@@ -364,7 +367,7 @@ def _attention_backward(layer: _Layer, block: _Block, grad_RF: Tensor) -> tuple[
 
 @projected_backward.register_fake
 def _(grad, saved, x, in_weight, in_bias, out_weight, out_bias, *rest):
-    empty = [x.new_empty(w.shape) for w in _weight_like(in_weight, out_weight, out_bias)]
+    empty = [in_weight.new_empty(w.shape) for w in _weight_like(in_weight, out_weight, out_bias)]
     return torch.empty_like(x, memory_format=torch.contiguous_format), *empty
 
 

@@ -14,6 +14,9 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
     """Refuse an `(N, F)` or `(B, N, F)` input whose description does not fit; returns the boundaries it implies."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"`x` must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    for name, given in (("mask", mask), ("batch", batch)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(given).__name__}")
     if x.dim() not in (2, 3):
         raise ValueError(f"`x` must be (N, F) or (B, N, F), got shape {tuple(x.shape)}")
     if x.dim() == 3:
@@ -46,7 +49,7 @@ def divide_rows(
     if mask is not None:
         ptr = _boundaries(mask.sum(1))
     elif batch is not None:
-        ptr = _boundaries(torch.bincount(batch))
+        ptr = _boundaries(torch.unique(batch, return_counts=True)[1])
     return Division(num_rows, batch_size, int(seed), ptr=ptr)._on_rows(rows)
 
 

@@ -47,6 +47,8 @@ class RandomBatchAttention(Draws, nn.Module):
     ) -> None:
         super().__init__()
         check_batch_size(batch_size)
+        if not isinstance(embed_dim, int) or not isinstance(num_heads, int):
+            raise TypeError(f"`embed_dim` and `num_heads` must be ints, got {embed_dim!r} and {num_heads!r}")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"`embed_dim` must be a multiple of `num_heads`, got {embed_dim} and {num_heads}")
         if kernel not in KERNELS:
@@ -92,6 +94,10 @@ class RandomBatchAttention(Draws, nn.Module):
         ptr = check_rows(x, mask, batch, ptr)
         if x.shape[-1] != self.embed_dim:
             raise ValueError(f"`x` must have `embed_dim` = {self.embed_dim} features, got shape {tuple(x.shape)}")
+        if x.dtype != self.in_proj_weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"`x` is {x.dtype} but the layer's weights are {self.in_proj_weight.dtype}: convert one of them"
+            )
         if not x.numel():
             return self.out_proj(x)
         results = [

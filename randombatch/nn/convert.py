@@ -12,7 +12,8 @@ from randombatch.nn import torch as for_torch
 from randombatch.nn.attention import RandomBatchAttention
 from randombatch.nn.wrapper import RandomBatch
 
-_OURS = (for_torch.RandomBatchMultiheadAttention, RandomBatchAttention, RandomBatch)
+_SIZED = (RandomBatchAttention, RandomBatch)
+_OURS = (for_torch.RandomBatchMultiheadAttention, *_SIZED)
 
 
 def convert(
@@ -29,6 +30,8 @@ def convert(
     `SGFormer`, `Polynormer`, `GPSConv`), `nn.MultiheadAttention` (so `nn.TransformerEncoder`, `GPSConv`), and Hugging
     Face encoders. State dicts keep their names. The first forward afterwards checks that every replaced attention was
     really called and raises if one was skipped. With `batch_size` >= N the model computes what it did before.
+    Convert a model as a whole: it numbers the layers, so that they divide differently in `eval()`; layers converted one
+    by one, or copied afterwards, divide alike there unless their `eval_seed` is set.
 
     Args:
         model: changed in place; if it is itself an attention module, a new one that shares its weights is returned.
@@ -46,18 +49,26 @@ def convert(
     check_batch_size(batch_size)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
+    if isinstance(names, str):
+        raise TypeError(f"`names` must be a list of names, got the string {names!r}")
+    if isinstance(eval_rounds, bool) or not isinstance(eval_rounds, int) or eval_rounds < 1:
+        raise ValueError(f"`eval_rounds` must be an int of at least 1, got {eval_rounds!r}")
     pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
     encoders = {} if hf is None or names is not None else hf.encoders(model)
-    targets = _targets(model, pyg, None if names is None else set(names), self_correction)
-    if not targets and not encoders:
+    inside = {id(m) for encoder, _ in encoders.values() for m in encoder.modules()}
+    targets = _targets(model, pyg, None if names is None else set(names), self_correction, inside)
+    ours = {} if names is not None else {n: m for n, m in model.named_modules() if isinstance(m, _SIZED)}
+    if not targets and not encoders and not ours:
         raise ValueError(
             f"found no attention to convert in {type(model).__name__}: known are nn.MultiheadAttention, PyTorch "
             "Geometric's SGFormer, Polynormer and Performer attention, and Hugging Face encoders; "
             "wrap others yourself with RandomBatch(module, batch_size)"
         )
-    for found in encoders.values():
-        hf.check(*found)
+    for encoder, attentions in encoders.values():
+        hf.check(encoder, attentions)
     options: dict[str, Any] = {"batch_size": batch_size, "eval_rounds": eval_rounds}
+    for module in ours.values():
+        module.batch_size, module.eval_rounds = batch_size, eval_rounds
     if self_correction:
         options["self_correction"] = True
     proof = _Proof()
@@ -73,7 +84,8 @@ def convert(
     for_torch.forbid_bypass(model)
     if pyg is not None:
         pyg.adapt(model)
-    proof.arm(model)
+    if proof.watched:
+        proof.arm(model)
     return model
 
 
@@ -100,34 +112,43 @@ def _installed(package: str, adapter: str):
 
 
 def _targets(
-    model: nn.Module, pyg, names: set[str] | None, self_correction: bool
+    model: nn.Module, pyg, names: set[str] | None, self_correction: bool, inside: set[int]
 ) -> dict[str, tuple[nn.Module, type[nn.Module]]]:
-    """Old module and new class for everything that will be replaced; raises before anything is touched."""
+    """Old module and new class for everything that will be replaced; raises before anything is touched.
+
+    Modules `inside` Hugging Face encoders are left alone: what is not in their registry is cross-attention of a head.
+    """
     kinds: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: for_torch.RandomBatchMultiheadAttention}
     if pyg is not None:
         kinds |= pyg.ATTENTIONS
     # Converting again changes the batch size.
     kinds |= {kind: kind for kind in list(kinds.values())}
-    targets = {
-        name: (module, kinds[type(module)])
+    candidates: dict[str, nn.Module] = {
+        name: module
         for name, module in model.named_modules()
-        if type(module) in kinds and (names is None or name in names)
+        if any(isinstance(module, kind) for kind in kinds)
+        and id(module) not in inside
+        and (names is None or name in names)
     }
-    unknown = set() if names is None else names - set(targets)
+    unknown = set() if names is None else names - set(candidates)
     if unknown:
-        raise ValueError(f"no attention that can be converted is called {sorted(unknown)[0]!r}")
-    for name, (module, _) in targets.items():
-        reason = None
-        if isinstance(module, nn.MultiheadAttention):
-            reason = for_torch.refuse(module)
-            parent = model.get_submodule(name.rpartition(".")[0]) if name else None
-            if isinstance(parent, nn.TransformerDecoderLayer) and parent.multihead_attn is module:
-                reason = "it is the cross-attention of a decoder; choose others with `names`"
-        elif self_correction:
-            reason = "`self_correction` is for softmax attention"
+        raise ValueError(f"no attention that can be converted by name is called {sorted(unknown)[0]!r}")
+    for name, module in candidates.items():
+        reason = _refusal(model, name, module, type(module) in kinds, self_correction)
         if reason:
-            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}")
-    return targets
+            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}; choose others with `names`")
+    return {name: (module, kinds[type(module)]) for name, module in candidates.items()}
+
+
+def _refusal(model: nn.Module, name: str, module: nn.Module, known: bool, self_correction: bool) -> str | None:
+    if not known:
+        return f"{type(module).__name__} is a class of its own, whose behaviour could be lost"
+    if not isinstance(module, nn.MultiheadAttention):
+        return "`self_correction` is for softmax attention" if self_correction else None
+    parent = model.get_submodule(name.rpartition(".")[0]) if name else None
+    if isinstance(parent, nn.TransformerDecoderLayer) and parent.multihead_attn is module:
+        return "it is the cross-attention of a decoder"
+    return for_torch.refuse(module)
 
 
 def _adopt(kind: type[nn.Module], old: nn.Module, **attributes: Any) -> nn.Module:
@@ -152,11 +173,11 @@ class _Proof:
     """Watches one forward of the model and raises if a replaced attention was not called in it."""
 
     def __init__(self) -> None:
-        self.calls: list[nn.Module] = []
+        self.calls: set[nn.Module] = set()
         self.watched: list[tuple[nn.Module, str]] = []
 
     def watch(self, module: nn.Module, attribute: str) -> None:
-        """Have the module report its calls to a list under this name."""
+        """Have the module report its calls to a set under this name."""
         setattr(module, attribute, self.calls)
         self.watched.append((module, attribute))
 
@@ -170,9 +191,11 @@ class _Proof:
         pyg = _installed("torch_geometric", "pyg")
         if pyg is not None and pyg.skipped_on_purpose(model):
             return
-        called = {id(m) for m in self.calls}
         names = {id(m): name for name, m in model.named_modules()}
-        skipped = [names.get(id(m), type(m).__name__) for m, _ in self.watched if id(m) not in called]
+        skipped = [names.get(id(m), type(m).__name__) for m, _ in self.watched if m not in self.calls]
+        if skipped and model.training and self.calls:
+            # Some models drop layers at random in training: only evaluation, or a later step, can tell.
+            return
         if skipped:
             raise RuntimeError(
                 f"converted attention was never called in this forward: {', '.join(skipped)}. The model computes its "

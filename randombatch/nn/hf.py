@@ -4,7 +4,9 @@
 function of its own, transformers would silently drop the padding of a registered attention.
 """
 
+import copy
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function
 
-from randombatch.attention.functional import random_batch_attention
-from randombatch.division import Division, draw_seed, fold_in
+from randombatch.division import draw_seed, fold_in
 from randombatch.nn.draws import mean
+from randombatch.nn.sequences import attend_sequences
 
 NAME = "random_batch"
 DEFAULT_BATCH_SIZE = 256
@@ -70,51 +72,49 @@ def random_batch_forward(
     """What transformers calls in place of its own attention: `(B, H, L, D)` in, `(B, L, H, D)` out."""
     witness = getattr(module, "random_batch_witness", None)
     if witness is not None:
-        witness.append(module)
+        witness.add(module)
     if is_causal or (is_causal is None and getattr(module, "is_causal", False)):
         raise ValueError(f"{type(module).__name__} is causal: random batch attention is for encoders")
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"query length {query.shape[2]} and key length {key.shape[2]} differ: {_NO_CROSS}")
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} adds a position bias of size L x L, which is not supported")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"expected a (batch, L) padding mask, got shape {tuple(attention_mask.shape)}: call register()"
-        )
     config: Any = module.config
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise ValueError("random batch attention has no L x L weights to return: turn `output_attentions` off")
+    attention_mask = _as_padding(module, attention_mask)
     rounds = 1 if module.training else getattr(config, "random_batch_eval_rounds", 1)
     options: dict[str, Any] = {
         "batch_size": getattr(config, "random_batch_size", DEFAULT_BATCH_SIZE),
         "dropout_p": dropout if module.training else 0.0,
         "scale": scaling,
         "self_correction": getattr(config, "random_batch_self_correction", False),
+        "enable_gqa": key.shape[1] != query.shape[1],
     }
-    layer = getattr(module, "random_batch_layer", getattr(module, "layer_idx", None) or 0)
+    layer = getattr(module, "random_batch_layer", getattr(module, "layer_idx", None))
+    if layer is None:
+        warnings.warn(
+            f"{type(module).__name__} does not know its layer, so that all layers divide alike in evaluation: "
+            "call randombatch.convert(model, batch_size), which numbers them",
+            stacklevel=2,
+        )
+        layer = 0
     seeds = [int(draw_seed()) if module.training else fold_in(layer, i) for i in range(rounds)]
-    out_BHLD = mean([_attend(query, key, value, attention_mask, seed, **options) for seed in seeds])
+    out_BHLD = mean([attend_sequences(query, key, value, attention_mask, seed, **options) for seed in seeds])
     return out_BHLD.transpose(1, 2).contiguous(), None
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, seed: int, batch_size: int, **options
-) -> Tensor:
-    """Each sequence is divided by itself, its valid tokens only; a sequence that fits one batch is full attention."""
-    batch, heads, length, _ = query.shape
-    options["enable_gqa"] = key.shape[1] != heads
-    if valid is None or length <= batch_size:
-        padding = None if valid is None else ~valid
-        return random_batch_attention(
-            query, key, value, division=Division(length, batch_size, seed), key_padding_mask=padding, **options
-        )
-    counts = valid.sum(1).cpu()
-    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    division = Division(int(ptr[-1]), batch_size, seed, ptr=ptr)._on_rows(valid.flatten().nonzero().squeeze(1))
-
-    def one_table(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(1, batch * length, *x.shape[1::2]).transpose(1, 2)
-
-    out = random_batch_attention(one_table(query), one_table(key), one_table(value), division=division, **options)
-    return out.transpose(1, 2).view(batch, length, heads, -1).transpose(1, 2)
+def _as_padding(module: nn.Module, mask: Tensor | None) -> Tensor | None:
+    """The mask as `(batch, L)`, True = valid; some models pass it on as `(batch, 1, 1, L)` of 0 and large negatives."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
+        mask = mask[:, 0, 0]
+        return mask if mask.dtype == torch.bool else mask >= 0
+    raise ValueError(
+        f"{type(module).__name__} passes a mask of shape {tuple(mask.shape)}, which is more than padding: "
+        "random batch attention cannot follow it"
+    )
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:
@@ -143,13 +143,29 @@ def check(model: PreTrainedModel, attentions: dict[str, Any]) -> None:
         raise ValueError(
             f"{type(model).__name__} does not take its attention from transformers' registry: it cannot be converted"
         )
-    config = model.config
-    causal = any(getattr(m, "is_causal", False) for m in attentions.values())
-    if causal or getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+    own = [name for name, m in model.named_modules() if type(m).__name__.endswith("Attention") and _attends_alone(m)]
+    if own:
         raise ValueError(
-            f"{type(model).__name__} is a decoder (causal or cross-attention, key-value cache): "
-            "random batch attention is for encoders; convert its encoder alone"
+            f"{type(model).__name__} has attention outside transformers' registry ({own[0]}), left as it was"
         )
+    for name, module in attentions.items():
+        about = f"{name} {type(module).__name__}".lower()
+        if getattr(module, "is_causal", False) or getattr(module, "is_decoder", False):
+            raise ValueError(
+                f"{type(model).__name__} is a decoder ({name} is causal): random batch attention is for encoders; "
+                "convert its encoder alone"
+            )
+        if "cross" in about or "encoder_attn" in about:
+            raise ValueError(f"{name} of {type(model).__name__} is cross-attention: {_NO_CROSS}")
+        if hasattr(module, "has_relative_attention_bias"):
+            raise ValueError(f"{name} of {type(model).__name__} adds a position bias of size L x L: not supported")
+
+
+def _attends_alone(module: nn.Module) -> bool:
+    """Whether neither the module, nor a part of it, nor what it is a part of asks the registry for attention."""
+    parts = [type(m) for m in module.modules()]
+    leaf = not isinstance(module, nn.MultiheadAttention) and any(True for _ in module.parameters())
+    return leaf and not any(_asks_registry(kind) for kind in parts)
 
 
 def convert_encoder(
@@ -162,6 +178,11 @@ def convert_encoder(
 ) -> list[nn.Module]:
     """Set the attention of one checked model; returns its attention modules."""
     register()
+    # A configuration may be shared with other models, which are to stay as they are.
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = copy.deepcopy(module.config, copies)
     model.set_attn_implementation(NAME)
     for number, module in enumerate(attentions.values()):
         module.random_batch_layer = number

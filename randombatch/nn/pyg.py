@@ -17,11 +17,11 @@ class _InBatches(Draws, nn.Module):
     """
 
     batch_size: int
-    witness: list[nn.Module] | None = None
+    witness: set[nn.Module] | None = None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.witness is not None:
-            self.witness.append(self)
+            self.witness.add(self)
         return apply_in_batches(self, super().forward, list(self.parameters()), x, mask)
 
     def __repr__(self) -> str:

@@ -1,5 +1,7 @@
 """`nn.MultiheadAttention` in random batches, and the encoder layers that would bypass it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,19 +11,20 @@ from randombatch.attention.projected import projected_attention
 from randombatch.attention.rows import check_rows
 from randombatch.division import Division
 from randombatch.nn.draws import Draws, mean
+from randombatch.nn.sequences import attend_sequences
 
 
 class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
     """`nn.MultiheadAttention` restricted to random batches; self-attention only, the weights are never returned.
 
-    Without `attn_mask` it streams like `RandomBatchAttention`, and only the valid items of a sequence are divided:
-    padding changes nothing, and padded positions come out as zero. Sequences of at most `batch_size` items are one
-    batch: exactly the original.
+    Only valid items of a sequence are divided: padding changes nothing, and padded positions come out as zero. (With
+    `attn_mask`, whose rows are positions, the padding is divided too.) Sequences of at most `batch_size` items are one
+    batch: exactly the original. Without mask and correction it streams like `RandomBatchAttention`.
     """
 
     batch_size: int
     self_correction: bool = False
-    witness: list[nn.Module] | None = None
+    witness: set[nn.Module] | None = None
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -47,12 +50,14 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """As in `nn.MultiheadAttention`, with None for the weights (there are no L x L of them)."""
         if self.witness is not None:
-            self.witness.append(self)
+            self.witness.add(self)
         if query is not key or key is not value:
             raise ValueError(
                 "random batches divide items together with their keys: call it as attention(x, x, x); "
                 "cross-attention cannot be converted"
             )
+        if is_causal and attn_mask is None:
+            raise ValueError("`is_causal` is only a hint about `attn_mask`: give the mask as well")
         if query.is_nested:
             raise ValueError("nested tensors are not supported: pass a padded tensor with `key_padding_mask`")
         x_BLF = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
@@ -89,16 +94,16 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         q, k, v = (
             F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias).view(batch, length, 3, self.num_heads, -1).unbind(2)
         )
-        out_BHLD = random_batch_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            division=Division(length, max(2, self.batch_size), int(seed)),
-            key_padding_mask=padding,
-            attn_mask=mask,
-            dropout_p=dropout_p,
-            self_correction=self.self_correction,
-        )
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        options: dict[str, Any] = {"dropout_p": dropout_p, "self_correction": self.self_correction}
+        if mask is None:
+            valid = None if padding is None else ~padding
+            out_BHLD = attend_sequences(q, k, v, valid, int(seed), self.batch_size, **options)
+        else:
+            # A mask of pairs belongs to positions: here the padding takes part in the division.
+            division = Division(length, max(2, self.batch_size), int(seed))
+            options |= {"division": division, "attn_mask": mask, "key_padding_mask": padding}
+            out_BHLD = random_batch_attention(q, k, v, **options)
         return self.out_proj(out_BHLD.transpose(1, 2).reshape(batch, length, width))
 
     def extra_repr(self) -> str:

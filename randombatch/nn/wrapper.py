@@ -98,7 +98,7 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx, grad_NF):
         x_NF, *parameters = ctx.saved_tensors
         wanted = [p for p in parameters if p.requires_grad]
-        sums = [torch.zeros_like(p) for p in wanted]
+        sums: list[Tensor | None] = [None] * len(wanted)
         dx_NF = blocks.new_rows(x_NF, *x_NF.shape, zero=ctx.division.num_items < len(x_NF))
         for number, rows, x_BPF in _blocks(x_NF, ctx.division):
             x_BPF.requires_grad_()
@@ -106,9 +106,7 @@ class _Streamed(torch.autograd.Function):
                 y_BPF = ctx.function(x_BPF)
             grad_BPF = grad_NF[rows].view_as(y_BPF)
             dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
-            for total, g in zip(sums, grads, strict=True):
-                if g is not None:
-                    total += g
+            sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, grads, strict=True)]
             if dx_BPF is None:
                 dx_NF[rows] = 0
             else:

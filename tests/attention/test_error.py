@@ -98,6 +98,15 @@ def test_leading_dimensions_and_reproducibility() -> None:
     assert 0 < one[20].stderr < one[20].error
 
 
+def test_corners() -> None:
+    q, k, v = random_inputs()
+    assert list(estimate_error(q, k, v, 64, sample=16)) == [64]
+    one = estimate_error(q[:1], k[:1], v[:1], [2])
+    assert one[2] == ErrorEstimate(0.0, 0.0)
+    with pytest.raises(ValueError, match="full attention is zero"):
+        estimate_error(q, k, 0 * v, [64])
+
+
 def test_bad_arguments() -> None:
     qkv = random_inputs()
     with pytest.raises(ValueError, match="`sample` must be at least 2"):

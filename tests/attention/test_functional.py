@@ -324,6 +324,8 @@ def bad(**changes: Any) -> dict[str, Any]:
         (bad(key=torch.randn(2, 2, 10, 4), value=torch.randn(2, 2, 10, 4), enable_gqa=True), ValueError, "multiple"),
         (bad(key_padding_mask=torch.zeros(2, 9, dtype=torch.bool)), ValueError, r"must be \(batch, L\) = \(2, 10\)"),
         (bad(key_padding_mask=torch.zeros(2, 10)), TypeError, "`key_padding_mask` must be boolean"),
+        (bad(key_padding_mask=[[False] * 10] * 2), TypeError, "`key_padding_mask` must be a tensor, got list"),
+        (bad(attn_mask=[0]), TypeError, "`attn_mask` must be a tensor, got list"),
         (bad(attn_mask=torch.zeros(9, 10)), ValueError, r"`attn_mask` must broadcast to"),
         (bad(attn_mask=torch.zeros(10, 10, dtype=torch.long)), TypeError, "`attn_mask` must be boolean"),
         (bad(dropout_p=1.5), ValueError, r"`dropout_p` must lie in \[0, 1\], got 1.5"),

@@ -127,4 +127,5 @@ def test_half_precision_is_computed_in_float32() -> None:
         results.append((out, *(t.grad for t in tensors if t is not None)))
     for a, b in zip(*results, strict=True):
         assert a.dtype == torch.bfloat16
+        assert b.dtype == torch.float32
         torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2 * float(b.detach().abs().max()))

@@ -121,6 +121,13 @@ def test_a_graph_never_depends_on_padding_or_neighbours(kernel: str, heads: int,
     torch.testing.assert_close(shuffled[keep_order], again, rtol=1e-5, atol=1e-6)
 
 
+def test_graph_numbers_may_be_anything() -> None:
+    layer = RandomBatchAttention(8, 1, 4).eval()
+    x, number = torch.randn(30, 8), torch.randint(0, 3, (30,))
+    names = torch.tensor([-5, 7, 1 << 40])
+    assert torch.equal(layer(x, batch=names[number]), layer(x, batch=number))
+
+
 def test_gradient_of_padding_is_zero() -> None:
     layer = RandomBatchAttention(8, 2, 4)
     x = torch.randn(2, 10, 8, requires_grad=True)
@@ -160,14 +167,24 @@ def test_compiles_whole() -> None:
         torch.testing.assert_close(results[0], results[1])
 
 
-def test_autocast_and_half() -> None:
-    layer = RandomBatchAttention(16, 2, 8).eval()
-    x = torch.randn(50, 16)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_autocast_and_half(heads: int) -> None:
+    """Wide enough for folding: products of weights must not be rounded to half precision either."""
+    layer = RandomBatchAttention(64, heads, 8).eval()
+    x = torch.randn(200, 64, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), layer(x), rtol=0.05, atol=0.02)
-    torch.testing.assert_close(layer.bfloat16()(x.bfloat16()), out)
+    assert torch.equal(out, layer(x.bfloat16().float()).bfloat16())
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == layer.in_proj_weight.grad.dtype == torch.float32
+    half = RandomBatchAttention(64, heads, 8, dtype=torch.bfloat16).eval()
+    half.load_state_dict(layer.state_dict())
+    low = half(x.bfloat16())
+    torch.testing.assert_close(low.float(), layer(x), rtol=0.05, atol=0.03)
+    low.float().sum().backward()
+    assert half.in_proj_weight.grad.dtype == torch.bfloat16
 
 
 def test_nothing_and_one() -> None:
@@ -186,6 +203,7 @@ def test_nothing_and_one() -> None:
     [
         ({"batch_size": 1}, ValueError, "`batch_size` must be at least 2"),
         ({"batch_size": "8"}, TypeError, "`batch_size` must be an int"),
+        ({"num_heads": 2.0}, TypeError, "`embed_dim` and `num_heads` must be ints, got 8 and 2.0"),
         ({"num_heads": 3}, ValueError, "`embed_dim` must be a multiple of `num_heads`, got 8 and 3"),
         ({"kernel": "linear"}, ValueError, "`kernel` must be one of softmax, sgformer, got 'linear'"),
         ({"dropout": 1.0}, ValueError, r"`dropout` must lie in \[0, 1\)"),
@@ -205,6 +223,8 @@ def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -
         (torch.ones(10, 8, dtype=torch.long), {}, TypeError, "`x` must be a floating-point tensor, got torch.int64"),
         (torch.randn(2, 5, 8), {"mask": torch.ones(2, 4).bool()}, ValueError, r"`mask` must be \(B, N\) = \(2, 5\)"),
         (torch.randn(2, 5, 8), {"mask": torch.ones(2, 5)}, TypeError, "`mask` must be boolean"),
+        (torch.randn(10, 8).double(), {}, TypeError, "`x` is torch.float64 but the layer's weights are torch.float32"),
+        (torch.randn(10, 8), {"batch": [0] * 10}, TypeError, "`batch` must be a tensor, got list"),
         (torch.randn(10, 8), {"mask": torch.ones(1, 10).bool()}, ValueError, "give `batch` or `ptr`"),
         (torch.randn(10, 8), {"ptr": torch.tensor([0, 9])}, ValueError, "`ptr` must rise from 0 to"),
         (torch.randn(10, 8), {"ptr": torch.tensor([0, 7, 3, 10])}, ValueError, "`ptr` must rise from 0 to"),

@@ -155,10 +155,13 @@ def test_decoders_cross_attention_caches_and_foreign_models_are_refused() -> Non
     decoder = transformers.BertModel(transformers.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True))
     with pytest.raises(ValueError, match="is a decoder"):
         convert(decoder, 6)
-    t5 = transformers.T5Model(
+    query = transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**SMALL, encoder_hidden_size=32))
+    with pytest.raises(ValueError, match="is cross-attention"):
+        convert(query, 6)
+    t5 = transformers.T5EncoderModel(
         transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50)
     )
-    with pytest.raises(ValueError, match=r"is a decoder|does not take its attention"):
+    with pytest.raises(ValueError, match="adds a position bias"):
         convert(t5, 6)
     longformer = transformers.LongformerModel(
         transformers.LongformerConfig(**SMALL, vocab_size=50, attention_window=[4, 4])
@@ -166,6 +169,52 @@ def test_decoders_cross_attention_caches_and_foreign_models_are_refused() -> Non
     with pytest.raises(ValueError, match="does not take its attention from transformers' registry"):
         convert(longformer, 6)
     assert gpt.config._attn_implementation != "random_batch"
+
+
+def test_attention_outside_the_registry_is_not_silently_left() -> None:
+    class OwnAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(32, 32)
+
+    model = bert()
+    model.extra = OwnAttention()
+    with pytest.raises(ValueError, match=r"attention outside transformers' registry \(extra\)"):
+        convert(model, 6)
+    assert converted(model) == {}
+
+
+def test_a_model_with_the_same_configuration_is_left_alone() -> None:
+    config = transformers.BertConfig(**SMALL, vocab_size=50)
+    one, other = (transformers.BertModel(config).eval() for _ in range(2))
+    ids, _ = tokens()
+    before = other(ids).last_hidden_state
+    convert(one, 6)
+    assert torch.equal(other(ids).last_hidden_state, before)
+    assert converted(other) == {}
+    assert one.config is one.encoder.layer[0].attention.self.config
+
+
+def test_padding_given_as_four_dimensions() -> None:
+    model = convert(
+        transformers.LayoutLMModel(transformers.LayoutLMConfig(**SMALL, vocab_size=50, max_position_embeddings=64)), 6
+    ).eval()
+    ids, mask = tokens()
+    together = model(ids, attention_mask=mask).last_hidden_state
+    alone = model(ids[1:2, :9], attention_mask=mask[1:2, :9]).last_hidden_state
+    torch.testing.assert_close(together[1, :9], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_encoder_of_an_encoder_decoder() -> None:
+    config = transformers.WhisperConfig(
+        d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=20,
+    )  # fmt: skip
+    whole = transformers.WhisperModel(config)
+    with pytest.raises(ValueError, match="is a decoder"):
+        convert(whole, 6)
+    convert(whole.encoder, 6)(torch.randn(2, 8, 40))
+    assert len(converted(whole)) == 2
 
 
 def test_the_function_itself_refuses_what_it_cannot_do() -> None:
@@ -179,8 +228,12 @@ def test_the_function_itself_refuses_what_it_cannot_do() -> None:
         hf.random_batch_forward(module, q, q, q, None, is_causal=True)
     with pytest.raises(ValueError, match="position bias"):
         hf.random_batch_forward(module, q, q, q, None, position_bias=torch.zeros(1))
-    with pytest.raises(ValueError, match=r"expected a \(batch, L\) padding mask"):
+    with pytest.raises(ValueError, match="which is more than padding"):
         hf.random_batch_forward(module, q, q, q, torch.zeros(1, 1, 10, 10))
+    with pytest.raises(ValueError, match="turn `output_attentions` off"):
+        hf.random_batch_forward(module, q, q, q, None, output_attentions=True)
+    with pytest.warns(UserWarning, match="all layers divide alike in evaluation"):
+        hf.random_batch_forward(module.eval(), q, q, q, None)
     causal = transformers.masking_utils.causal_mask_function
     with pytest.raises(ValueError, match="causal, sliding-window or packed"):
         hf.padding_mask(1, 10, 10, mask_function=causal)

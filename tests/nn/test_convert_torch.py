@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from randombatch import convert, converted
+from randombatch import RandomBatch, RandomBatchAttention, convert, converted
 from randombatch.nn.torch import RandomBatchMultiheadAttention
 
 
@@ -125,10 +125,36 @@ def test_self_correction_is_used() -> None:
     torch.testing.assert_close(one(x, x, x)[0], attention(x, x, x)[0])
 
 
+def test_corrected_sequences_do_not_depend_on_their_padding_either() -> None:
+    model = convert(encoder(), 8, self_correction=True).eval()
+    x, padding = torch.randn(1, 40, 16), torch.arange(40)[None] >= 20
+    short = model(x[:, :24], src_key_padding_mask=padding[:, :24])
+    torch.testing.assert_close(model(x, src_key_padding_mask=padding)[:, :20], short[:, :20])
+
+
+def test_causal_without_a_mask_is_refused_as_torch_does() -> None:
+    attention = convert(nn.MultiheadAttention(16, 2, batch_first=True), 8)
+    x = torch.randn(1, 10, 16)
+    with pytest.raises(ValueError, match="give the mask as well"):
+        attention(x, x, x, is_causal=True)
+
+
+def test_layers_dropped_in_training_are_no_bypass() -> None:
+    class Drops(Bypasses):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.training else super().forward(self.unused(x, x, x)[0])
+
+    model = convert(Drops(), 4)
+    model(torch.randn(1, 10, 8))
+    assert model._forward_hooks, "still to be proved"
+    model.eval()(torch.randn(1, 10, 8))
+    assert not model._forward_hooks
+
+
 def test_only_some_by_name() -> None:
     model = convert(encoder(), 4, names=["layers.1.self_attn"])
     assert list(converted(model)) == ["layers.1.self_attn"]
-    with pytest.raises(ValueError, match="no attention that can be converted is called 'layers.7'"):
+    with pytest.raises(ValueError, match="no attention that can be converted by name is called 'layers.7'"):
         convert(model, 4, names=["layers.7"])
 
 
@@ -144,13 +170,31 @@ class Bypasses(nn.Module):
 
 
 def test_the_proof_finds_a_skipped_attention() -> None:
-    model = convert(Bypasses(), 4)
+    model = convert(Bypasses(), 4).eval()
     with pytest.raises(RuntimeError, match="never called in this forward: unused"):
         model(torch.randn(1, 10, 8))
     fine = convert(Bypasses(), 4, names=["used"])
     fine(torch.randn(1, 10, 8))
     assert not fine._forward_hooks, "the proof is over after one forward"
     assert fine.used.witness is None
+
+
+def test_a_class_of_its_own_is_not_silently_skipped() -> None:
+    class Own(nn.MultiheadAttention):
+        pass
+
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "b": Own(8, 2)})
+    with pytest.raises(ValueError, match="cannot convert 'b': Own is a class of its own"):
+        convert(model, 4)
+    assert converted(model) == {}
+    assert list(converted(convert(model, 4, names=["a"]))) == ["a"]
+
+
+def test_our_own_layers_get_the_new_batch_size() -> None:
+    model = nn.Sequential(RandomBatchAttention(8, 2, 16), RandomBatch(nn.Identity(), 16))
+    convert(model, 4)
+    assert [m.batch_size for m in model] == [4, 4]
+    model(torch.randn(10, 8))
 
 
 def test_refusals_leave_the_model_unchanged() -> None:
@@ -165,6 +209,10 @@ def test_refusals_leave_the_model_unchanged() -> None:
         convert(nn.Linear(3, 3), 4)
     with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
         convert(encoder(), 1)
+    with pytest.raises(ValueError, match="`eval_rounds` must be an int of at least 1, got 0"):
+        convert(encoder(), 4, eval_rounds=0)
+    with pytest.raises(TypeError, match="`names` must be a list of names, got the string 'self_attn'"):
+        convert(encoder(), 4, names="self_attn")
     with pytest.raises(TypeError, match="`model` must be an nn.Module, got str"):
         convert("bert", 4)
     attention = convert(nn.MultiheadAttention(16, 4), 4)

@@ -118,10 +118,12 @@ def test_disturbs_no_other_random_numbers() -> None:
 
 def test_frozen_parameters_and_inputs_without_gradient() -> None:
     module = Own()
+    module.unused = nn.Linear(3, 3)
     module.q.weight.requires_grad_(False)
     wrapped = RandomBatch(module, 5)
     wrapped(torch.randn(20, 8)).sum().backward()
     assert module.q.weight.grad is None
+    assert module.unused.weight.grad is None
     assert module.v.weight.grad is not None
     assert module.v.weight.grad.abs().sum() > 0
 
