@@ -3,16 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint bench clean
+.PHONY: demo test lint bench clean
 
 demo: $(VENV)/.train
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
-
-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

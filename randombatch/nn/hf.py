@@ -107,7 +107,7 @@ def random_batch_forward(
 def _as_padding(module: nn.Module, mask: Tensor | None) -> Tensor | None:
     """The mask as `(batch, L)`, True = valid; some models pass it on as `(batch, 1, 1, L)` of 0 and large negatives."""
     if mask is None or mask.dim() == 2:
-        return mask
+        return None if mask is None else mask.bool()
     if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
         mask = mask[:, 0, 0]
         return mask if mask.dtype == torch.bool else mask >= 0
