@@ -37,7 +37,7 @@ def estimate_error(
 
     Exact rows of full attention are computed for a sample of queries; then, for `rounds` divisions, the rows that those
     queries would get in their batches. E|o~_i - o_i|^2 is so measured where it arises, with the sampling without
-    replacement, the item's own term and the ratio of sums as they are. (The first-order variance formula is up to 16 %
+    replacement, the item's own term and the ratio of sums as they are. (The first-order variance formula is up to 17 %
     off where the softmax's denominator varies between batches; docs/error.md has both beside the measured error.)
 
     Time O(sample (N + rounds p) E) for each leading dimension, memory a few tens of MB: nothing of size N x N, and no
