@@ -134,6 +134,6 @@ CONTENDERS: dict[str, Callable[[Sizes], Contender]] = {
     **{name: _pyg(kind) for name, kind in PEERS.items()},
     "full": _full,
     "consecutive": Consecutive,
-    "floor": lambda sizes: Floor(sizes, folded=False),
-    "floor-folded": lambda sizes: Floor(sizes, folded=True),
+    "floor": lambda sizes: Floor(sizes, folded=sizes.heads == 1),
+    "unfolded": lambda sizes: Floor(sizes, folded=False),
 }
