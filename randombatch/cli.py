@@ -1,9 +1,8 @@
 """The command `randombatch`. Exit codes: 0 done, 2 bad input (one clear line), 130 interrupted."""
 
-import json
-import os
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +17,12 @@ try:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
-    from rich.table import Table
 except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
+
+from randombatch.report.tables import print_attention, print_comparison, print_training
+from randombatch.train.checkpoint import CheckpointError, write_json
+from randombatch.train.config import Config, ConfigError, load_config, parse_assignment, recipe_names
 
 app = typer.Typer(
     help="Attention and particle systems by random batches.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -53,16 +55,6 @@ def refuse(message: str) -> None:
     raise typer.Exit(2)
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write atomically: the file is complete or absent."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        json.dump(data, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def bars() -> Progress:
     """Progress bars on a terminal; nothing where the output goes elsewhere."""
     return Progress(
@@ -75,6 +67,194 @@ def bars() -> Progress:
         transient=True,
         disable=not sys.stderr.isatty(),
     )
+
+
+def _help(text: str) -> Any:
+    return typer.Option(help=text, show_default=False)
+
+
+Recipe = Annotated[str | None, typer.Argument(help="A recipe's name or the path of a .toml file.")]
+Dataset = Annotated[str | None, _help("A known name, or the path of a .npz file.")]
+Batch = Annotated[int | None, _help("p of random-batch attention.")]
+Model = Annotated[str | None, _help("sgformer, pyg-sgformer, pyg-polynormer or pyg-gps.")]
+Hidden = Annotated[int | None, _help("Width of the model.")]
+Epochs = Annotated[int | None, _help("Epochs of a run.")]
+Lr = Annotated[float | None, _help("Learning rate.")]
+Runs = Annotated[int | None, _help("Runs; seed and split go up by one with each.")]
+Seed = Annotated[int | None, _help("Seed of the first run.")]
+Edges = Annotated[str | None, _help("symmetric (default) or directed.")]
+Minibatch = Annotated[str | None, _help("full, induced or all-edges.")]
+Seeds = Annotated[int | None, _help("Nodes of a mini-batch.")]
+Device = Annotated[str | None, _help("cpu or cuda.")]
+Threads = Annotated[int | None, _help("Threads on the CPU.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="Any setting: section.name=value.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the job (default: runs/NAME).")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the job in that folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+
+
+def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | None) -> Config:
+    config = load_config(recipe) if recipe else Config() if flags["data.dataset"] else load_config("digits")
+    changes = {name: value for name, value in flags.items() if value is not None}
+    return config.replace(**changes, **dict(parse_assignment(text) for text in settings or []))
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Bad input ends in one line and code 2, a failure in one line and code 1, an interruption in code 130."""
+    from randombatch.train.compare import ChildFailed
+    from randombatch.train.job import Interrupted, TrainingError
+
+    try:
+        yield
+    except Interrupted as stop:
+        print(f"randombatch: {stop}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except ChildFailed as error:
+        raise typer.Exit(error.code if error.code > 0 else 1) from None
+    except (TrainingError, CheckpointError) as error:
+        print(f"randombatch: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except ValueError as error:
+        refuse(" ".join(str(error).split()))
+
+
+@app.command(epilog=f"Recipes: {', '.join(recipe_names())}.")
+def train(
+    recipe: Recipe = None,
+    dataset: Dataset = None,
+    attention: Annotated[str | None, _help("none, origin, full or random-batch.")] = None,
+    batch_size: Batch = None,
+    model: Model = None,
+    hidden: Hidden = None,
+    epochs: Epochs = None,
+    lr: Lr = None,
+    runs: Runs = None,
+    seed: Seed = None,
+    edges: Edges = None,
+    minibatch: Minibatch = None,
+    seeds: Seeds = None,
+    device: Device = None,
+    threads: Threads = None,
+    settings: Settings = None,
+    out: Out = None,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    summary: Annotated[bool, typer.Option("--summary/--no-summary", help="Print the table of runs.")] = True,
+) -> None:
+    """Train a graph transformer on a graph, several runs, best on validation.
+
+    Without a recipe or dataset it trains on scikit-learn's digits, which need no download. The folder holds the
+    configuration, metrics, checkpoints, best weights, curves and result.json. Interrupt it at any moment.
+
+    Examples:
+
+        randombatch train
+        randombatch train cora --attention none --runs 5
+        randombatch train --dataset graph.npz --attention random-batch --batch-size 128 --epochs 300
+        randombatch train pokec --out runs/pokec --resume
+        randombatch train --dataset graph.npz --model pyg-gps --set model.num_layers=3 --set train.lr=0.001
+    """
+    from randombatch.machine import keep_memory
+    from randombatch.train import job
+    from randombatch.train.progress import Display
+
+    flags = {
+        "data.dataset": dataset, "data.edges": edges, "model.name": model, "model.attention": attention,
+        "model.batch_size": batch_size, "model.hidden_channels": hidden, "train.epochs": epochs, "train.lr": lr,
+        "train.runs": runs, "train.seed": seed, "train.minibatch": minibatch, "train.seeds": seeds,
+        "train.device": device, "train.threads": threads,
+    }  # fmt: skip
+    with _clear_errors():
+        config = _config(recipe, flags, settings)
+        folder = out or Path("runs") / f"{Path(config.data.dataset).stem}-{config.model.attention}"
+        keep_memory()
+        result = job.train(config, folder, resume=resume, display=Display(quiet, title=config.model.attention))
+    if summary:
+        print_training(console, result)
+        console.print(f"written to {folder}", highlight=False)
+
+
+@app.command()
+def compare(
+    recipe: Recipe = None,
+    attentions: Annotated[
+        str, typer.Option(help="Which to compare; none is the control.")
+    ] = "none,origin,random-batch",
+    dataset: Dataset = None,
+    batch_size: Batch = None,
+    model: Model = None,
+    hidden: Hidden = None,
+    epochs: Epochs = None,
+    lr: Lr = None,
+    runs: Runs = None,
+    seed: Seed = None,
+    edges: Edges = None,
+    minibatch: Minibatch = None,
+    seeds: Seeds = None,
+    device: Device = None,
+    threads: Threads = None,
+    settings: Settings = None,
+    out: Out = None,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Also write result.json here.")] = None,
+) -> None:
+    """The same data, seeds and splits under several attentions: accuracy, time, memory, and whether attention mattered.
+
+    Every attention trains in a process of its own, one after the other. Differences are taken run by run.
+
+    Examples:
+
+        randombatch compare
+        randombatch compare cora --runs 10
+        randombatch compare --dataset graph.npz --attentions none,origin,full,random-batch --batch-size 64
+    """
+    from randombatch.train import compare as comparison
+
+    flags = {
+        "data.dataset": dataset, "data.edges": edges, "model.name": model, "model.batch_size": batch_size,
+        "model.hidden_channels": hidden, "train.epochs": epochs, "train.lr": lr, "train.runs": runs,
+        "train.seed": seed, "train.minibatch": minibatch, "train.seeds": seeds, "train.device": device,
+        "train.threads": threads,
+    }  # fmt: skip
+    with _clear_errors():
+        config = _config(recipe, flags, settings)
+        folder = out or Path("runs") / f"{Path(config.data.dataset).stem}-compare"
+        names = [name.strip() for name in attentions.split(",") if name.strip()]
+        result = comparison.compare(config, names, folder, resume=resume, quiet=quiet)
+        if output is not None:
+            write_json(output, result)
+    print_comparison(console, result)
+    console.print(f"written to {folder}", highlight=False)
+
+
+@app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished `train`.")],
+    out: Annotated[Path, typer.Option(help="The .npz to write: probabilities, prediction, stderr.")],
+    rounds: Annotated[int, typer.Option(help="Average over so many divisions; above 1 adds a standard error.")] = 1,
+    number: Annotated[int | None, typer.Option("--run", help="Which run (default: best on validation).")] = None,
+    dataset: Dataset = None,
+) -> None:
+    """Class probabilities of all nodes, by fixed divisions: equal calls give equal numbers.
+
+    Examples:
+
+        randombatch predict runs/digits-random-batch --out digits.npz
+        randombatch predict runs/digits-random-batch --out digits.npz --rounds 16
+    """
+    from randombatch.train.predict import predict as compute
+    from randombatch.train.predict import write_npz
+
+    with _clear_errors():
+        if out.suffix != ".npz":
+            raise ConfigError(f"--out wants a .npz file, got {out}")
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out: the folder {out.parent} does not exist")
+        result = compute(run, run=number, rounds=rounds, dataset=dataset)
+        write_npz(out, result)
+    console.print(f"{len(result['prediction']):,} nodes, run {result['run']}: written to {out}", highlight=False)
 
 
 @bench.command("attention")
@@ -134,39 +314,6 @@ def bench_attention(
         except (RuntimeError, AssertionError) as error:
             print(f"randombatch: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    _print_attention(result)
+    print_attention(console, result)
     if output is not None:
         write_json(output, result)
-
-
-def _print_attention(result: dict[str, Any]) -> None:
-    s = result["settings"]
-    title = "N = {nodes:,}, F = {dim}, H = {heads}, p = {batch_size}, {threads} threads".format(**s)
-    table = Table("contender", "allocator", "forward ms", "train ms", "median ms", "extra MB", title=title)
-    for row in result["rows"]:
-        if "allocator" in row:
-            seconds = [f"{row[key] * 1e3:.1f}" for key in ("forward_s", "train_s", "train_median_s")]
-            table.add_row(row["name"], row["allocator"], *seconds, f"{row['extra_bytes'] / 1e6:.1f}")
-    console.print(table)
-    if s["scaling"]:
-        table = Table("N", "train ms", "ns per node", "extra MB", title="our layer as N grows")
-        for row in result["rows"]:
-            if row["name"] == "scaling":
-                figures = f"{row['train_s'] * 1e3:.1f}", f"{row['ns_per_node']:.0f}", f"{row['extra_bytes'] / 1e6:.1f}"
-                table.add_row(f"{row['nodes']:,}", *figures)
-        console.print(table)
-    if s["sweep"]:
-        table = Table("H", "p", "train ms", "over its floor", title="other heads and batch sizes")
-        for row in result["rows"]:
-            if row["name"] == "sweep":
-                time, ratio = f"{row['train_s'] * 1e3:.1f}", f"{row['over_floor']:.2f}"
-                table.add_row(str(row["heads"]), str(row["batch_size"]), time, ratio)
-        console.print(table)
-    table = Table("ratio (a peer's time or memory over ours: above 1 we are better)", "value")
-    for name, value in result["ratios"].items():
-        if isinstance(value, dict):
-            for peer, ratio in value.items():
-                table.add_row(f"{name} {peer}", f"{ratio:.2f}")
-        elif value is not None:
-            table.add_row(name, f"{value:,.0f}" if name.endswith("bytes") else f"{value:.3f}")
-    console.print(table)

@@ -1,9 +1,6 @@
 """`randombatch bench attention`: time and extra memory of one attention layer beside its peers, and how both grow."""
 
-import contextlib
 import dataclasses
-import os
-import platform
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +12,7 @@ from randombatch.attention import naive_attention
 from randombatch.attention.projected import projected_attention
 from randombatch.bench.contenders import PEERS
 from randombatch.bench.processes import ALLOCATORS, running, take_turns
-from randombatch.version import __version__
+from randombatch.machine import machine
 
 # Full attention needs N x N numbers on the CPU: beyond this it is left out.
 FULL_UP_TO = 20_000
@@ -90,23 +87,6 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
         "floor": next(r for r in rows if r["name"] == "floor"),
         "ratios": _ratios(settings, rows, scaling),
     }
-
-
-def machine(threads: int) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "randombatch": __version__}
-    with contextlib.suppress(ImportError):
-        import torch_geometric
-
-        versions["torch_geometric"] = torch_geometric.__version__
-    return {"cores": os.cpu_count(), "threads": threads, "processor": _processor(), "versions": versions}
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from randombatch.bench.contenders import CONTENDERS, Contender, Sizes
-from randombatch.bench.memory import Peak
+from randombatch.machine import Peak
 
 
 def step(contender: Contender, x: Tensor, grad: Tensor) -> tuple[float, float]:

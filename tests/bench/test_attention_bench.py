@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import randombatch
 from randombatch.bench import attention
-from randombatch.bench.memory import Peak
+from randombatch.machine import Peak
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +75,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
 
 def test_help_shows_examples() -> None:
     assert "randombatch bench attention --dim 256" in run("bench", "attention", "--help").stdout
-    assert run("--version").stdout.strip() == attention.__version__
+    assert run("--version").stdout.strip() == randombatch.__version__
 
 
 def test_a_wrong_result_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,318 @@
+"""SGFormer: one global attention branch beside a graph convolution branch, mixed by `graph_weight`.
+
+    H = relu(norm(x W'))                          G_0 = relu(norm(x U'))
+    H <- norm(alpha attention(H) + (1-alpha) H)   G_l = relu(norm(A^ G_{l-1} U_l')) + G_0
+    logits = (graph_weight G_L + (1 - graph_weight) H) W_out'
+
+Option names are the published ones (`trans_use_bn` is a layer norm there too). The attention is a choice:
+
+    none          every node attends to itself only: the control, with the same value weights and residuals
+    origin        SGFormer's linear attention over the whole graph, q and k divided by their row norms
+    full          softmax over the whole graph, up to `FULL_LIMIT` nodes
+    random-batch  softmax inside random batches of `batch_size`, drawn anew at every layer and step
+
+The authors divide q and k by the norm of the *whole* tensor, which leaves o_i = v_i + O(1/N): in numbers, `none`.
+"""
+
+import itertools
+import weakref
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from randombatch.attention.projected import projected_attention
+from randombatch.division import check_batch_size
+from randombatch.models.dense import Dense
+from randombatch.models.propagation import Adjacency
+from randombatch.nn.draws import Draws, mean
+
+ATTENTIONS = ("none", "origin", "full", "random-batch")
+FULL_LIMIT = 16_384
+
+
+def check_full(num_nodes: int) -> None:
+    """Full attention forms N x N weights: beyond `FULL_LIMIT` nodes in a graph it is refused."""
+    if num_nodes > FULL_LIMIT:
+        raise ValueError(
+            f"full attention is limited to graphs of {FULL_LIMIT:,} nodes, this one has {num_nodes:,} "
+            f"({num_nodes**2 * 4 / 1e9:,.0f} GB of weights): use attention 'random-batch'"
+        )
+
+
+class GlobalAttention(Draws, nn.Module):
+    """One attention layer over all nodes of a graph, heads averaged.
+
+    Args:
+        channels: F, width of the input, of every head and of the output.
+        heads: H.
+        attention: one of `ATTENTIONS`.
+        batch_size: p, for random-batch.
+        use_weight: False attends to the input itself instead of a projection of it.
+        number: of the layer, so that layers divide differently in evaluation too.
+    """
+
+    def __init__(
+        self, channels: int, heads: int, attention: str, batch_size: int, use_weight: bool = True, number: int = 0
+    ) -> None:
+        super().__init__()
+        self.eval_seed = number
+        self.channels, self.heads, self.attention, self.batch_size = channels, heads, attention, batch_size
+        self.query = nn.Linear(channels, heads * channels)
+        self.key = nn.Linear(channels, heads * channels)
+        self.value = nn.Linear(channels, heads * channels) if use_weight else None
+
+    def reset_parameters(self) -> None:
+        for linear in (self.query, self.key, self.value):
+            if linear is not None:
+                linear.reset_parameters()
+
+    def forward(self, x: Tensor, ptr: Tensor | None = None) -> Tensor:
+        """`x` (N, F); `ptr` the boundaries of graphs, which never attend to each other."""
+        largest = len(x) if ptr is None else int(ptr.diff().max())
+        if self.attention == "full":
+            check_full(largest)
+        value_weight, value_bias, average = self._value(x)
+        if self.attention == "none":
+            return nnf.linear(nnf.linear(x, value_weight, value_bias), average) if self.value is not None else x
+        weight = torch.cat([self.query.weight, self.key.weight, value_weight])
+        bias = torch.cat([self.query.bias, self.key.bias, value_bias])
+        batch_size = self.batch_size if self.attention == "random-batch" else max(2, largest)
+        kernel = "sgformer" if self.attention == "origin" else "softmax"
+        results = [
+            projected_attention(
+                x, weight, bias, average, None, seed, batch_size, heads=self.heads, kernel=kernel, ptr=ptr
+            )
+            for seed in self.seeds()
+        ]
+        return mean(results)
+
+    def _value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        eye = torch.eye(self.channels, dtype=x.dtype, device=x.device)
+        average = (eye / self.heads).repeat(1, self.heads)
+        if self.value is not None:
+            return self.value.weight, self.value.bias, average
+        return eye.repeat(self.heads, 1), x.new_zeros(self.heads * self.channels), average
+
+    def extra_repr(self) -> str:
+        size = f", batch_size={self.batch_size}" if self.attention == "random-batch" else ""
+        return f"{self.channels}, heads={self.heads}, attention={self.attention!r}{size}"
+
+
+class TransformerBranch(nn.Module):
+    """Input layer, then attention layers with residual, norm, activation and dropout."""
+
+    def __init__(
+        self, in_channels: int, channels: int, layers: int, heads: int, dropout: float, *, attention: str,
+        batch_size: int, use_bn: bool, use_residual: bool, use_weight: bool, use_act: bool, alpha: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        norm = "layer" if use_bn else None
+        self.use_residual, self.alpha = use_residual, alpha
+        self.stem = Dense(in_channels, channels, norm=norm, dropout=dropout)
+        self.attentions = nn.ModuleList(
+            GlobalAttention(channels, heads, attention, batch_size, use_weight, number) for number in range(layers)
+        )
+        self.ends = nn.ModuleList(
+            Dense(channels, channels, linear=False, norm=norm, relu=use_act, dropout=dropout) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor, ptr: Tensor | None) -> Tensor:
+        x = self.stem(x)
+        for attention, end in zip(self.attentions, self.ends, strict=True):
+            attended = attention(x, ptr)
+            x = end(torch.lerp(x, attended, self.alpha) if self.use_residual else attended)
+        return x
+
+
+class GraphBranch(nn.Module):
+    """Graph convolutions behind an input layer, each with a residual to the latter (SGFormer's large graphs)."""
+
+    def __init__(
+        self, in_channels: int, channels: int, layers: int, dropout: float, *, use_bn: bool, use_residual: bool,
+        use_weight: bool, use_init: bool, use_act: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        norm = "batch" if use_bn else None
+        self.use_residual, self.use_init = use_residual, use_init
+        self.stem = Dense(in_channels, channels, norm=norm, dropout=dropout)
+        width, linear = (2 * channels, True) if use_init else (channels, use_weight)
+        self.layers = nn.ModuleList(
+            Dense(width, channels, linear=linear, norm=norm, relu=use_act, dropout=dropout) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor, adjacency: Adjacency) -> Tensor:
+        x = first = self.stem(x)
+        for layer in self.layers:
+            x = adjacency @ x
+            if self.use_init:
+                x = torch.cat([x, first], 1)
+            x = layer(x, first if self.use_residual else None)
+        return x
+
+
+class PlainGraphBranch(nn.Module):
+    """A plain GCN, from the input features on, nothing behind its last convolution (SGFormer's medium graphs)."""
+
+    def __init__(self, in_channels: int, channels: int, layers: int, dropout: float, *, use_bn: bool) -> None:
+        super().__init__()
+        widths = [in_channels] + [channels] * layers
+        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.ends = nn.ModuleList(
+            Dense(channels, channels, linear=False, norm="batch" if use_bn else None, dropout=dropout)
+            for _ in range(layers - 1)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.BatchNorm1d):
+                module.reset_parameters()
+
+    def forward(self, x: Tensor, adjacency: Adjacency) -> Tensor:
+        for number, linear in enumerate(self.linears):
+            assert isinstance(linear, nn.Linear)
+            # Project first: the graph product is then as narrow as can be.
+            x = (adjacency @ nnf.linear(x, linear.weight)).add_(linear.bias)
+            if number < len(self.ends):
+                x = self.ends[number](x)
+        return x
+
+
+class SGFormer(nn.Module):
+    """SGFormer with a choice of attention; logits of every node.
+
+    Args:
+        in_channels: width of the features.
+        hidden_channels: width of both branches.
+        out_channels: number of classes.
+        attention: "none", "origin", "full" or "random-batch".
+        batch_size: p of random-batch.
+        trans_num_layers: attention layers; 0 leaves a multilayer perceptron.
+        trans_num_heads: heads, each `hidden_channels` wide, averaged.
+        trans_dropout: behind every layer of the transformer branch.
+        trans_use_bn: layer norms in the transformer branch.
+        trans_use_residual: alpha attention(H) + (1 - alpha) H instead of attention(H).
+        trans_use_weight: whether values are projected.
+        trans_use_act: ReLU behind every attention layer.
+        alpha: weight of the attention beside its residual.
+        gnn_num_layers: graph convolutions.
+        gnn_dropout: behind every layer of the graph branch.
+        gnn_use_bn: batch norms in the graph branch.
+        gnn_use_residual: adds the input layer's output behind every convolution.
+        gnn_use_weight: whether convolutions have weights.
+        gnn_use_init: convolutions see the input layer's output beside their own input.
+        gnn_use_act: ReLU behind every convolution.
+        gnn_plain: a plain GCN from the features on instead (of the options above only dropout, layers, batch norm).
+        use_graph: False leaves the graph branch out.
+        graph_weight: share of the graph branch ("add").
+        aggregate: "add", or "cat" to put both branches side by side.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        *,
+        attention: str = "random-batch",
+        batch_size: int = 256,
+        trans_num_layers: int = 1,
+        trans_num_heads: int = 1,
+        trans_dropout: float = 0.5,
+        trans_use_bn: bool = True,
+        trans_use_residual: bool = True,
+        trans_use_weight: bool = True,
+        trans_use_act: bool = False,
+        alpha: float = 0.5,
+        gnn_num_layers: int = 3,
+        gnn_dropout: float = 0.5,
+        gnn_use_bn: bool = True,
+        gnn_use_residual: bool = True,
+        gnn_use_weight: bool = True,
+        gnn_use_init: bool = False,
+        gnn_use_act: bool = True,
+        gnn_plain: bool = False,
+        use_graph: bool = True,
+        graph_weight: float = 0.5,
+        aggregate: str = "add",
+    ) -> None:
+        super().__init__()
+        if attention not in ATTENTIONS:
+            raise ValueError(f"`attention` must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
+        if aggregate not in ("add", "cat"):
+            raise ValueError(f"`aggregate` must be 'add' or 'cat', got {aggregate!r}")
+        check_batch_size(batch_size)
+        self.trans = TransformerBranch(
+            in_channels, hidden_channels, trans_num_layers, trans_num_heads, trans_dropout, attention=attention,
+            batch_size=batch_size, use_bn=trans_use_bn, use_residual=trans_use_residual,
+            use_weight=trans_use_weight, use_act=trans_use_act, alpha=alpha,
+        )  # fmt: skip
+        self.graph: nn.Module | None = None
+        if use_graph and gnn_plain:
+            self.graph = PlainGraphBranch(in_channels, hidden_channels, gnn_num_layers, gnn_dropout, use_bn=gnn_use_bn)
+        elif use_graph:
+            self.graph = GraphBranch(
+                in_channels, hidden_channels, gnn_num_layers, gnn_dropout, use_bn=gnn_use_bn,
+                use_residual=gnn_use_residual, use_weight=gnn_use_weight, use_init=gnn_use_init, use_act=gnn_use_act,
+            )  # fmt: skip
+        self.graph_weight, self.aggregate = graph_weight, aggregate
+        both = 2 if use_graph and aggregate == "cat" else 1
+        self.out = nn.Linear(both * hidden_channels, out_channels)
+        self._cached: tuple[weakref.ref, int, Adjacency] | None = None
+
+    def reset_parameters(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (Dense, GlobalAttention, PlainGraphBranch, nn.Linear)):
+                module.reset_parameters()
+        if isinstance(self.graph, PlainGraphBranch):
+            self.graph.reset_parameters()  # last: it starts its linear layers in its own way
+
+    def branches(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters of the transformer branch, and those of the graph branch with the output layer."""
+        trans = list(self.trans.parameters())
+        seen = {id(p) for p in trans}
+        return {"trans": trans, "gnn": [p for p in self.parameters() if id(p) not in seen]}
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor | Adjacency,
+        ptr: Tensor | None = None,
+        nodes: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `(N, out_channels)`.
+
+        Args:
+            x: `(N, in_channels)`.
+            edge_index: `(2, E)` arcs (their normalised matrix is kept until another tensor comes), or an `Adjacency`.
+            ptr: boundaries of graphs, from 0 to N; None is one graph.
+            nodes: ids of the nodes that are asked for (default: all): only these attend to each other and come out,
+                while the graph branch sees every node and edge.
+        """
+        if nodes is not None and ptr is not None:
+            raise ValueError("`nodes` and `ptr` cannot be combined: the boundaries of chosen nodes are not known")
+        h = self.trans(x if nodes is None else x[nodes], ptr)
+        if self.graph is not None:
+            g = self.graph(x, self._adjacency(edge_index, len(x)))
+            g = g if nodes is None else g[nodes]
+            h = torch.cat([h, g], 1) if self.aggregate == "cat" else torch.lerp(h, g, self.graph_weight)
+        return self.out(h)
+
+    def _adjacency(self, edge_index: Tensor | Adjacency, num_nodes: int) -> Adjacency:
+        if isinstance(edge_index, Adjacency):
+            return edge_index
+        if self._cached is not None:
+            seen, version, adjacency = self._cached
+            if seen() is edge_index and version == edge_index._version and adjacency.num_nodes == num_nodes:
+                return adjacency
+        adjacency = Adjacency(edge_index, num_nodes)
+        self._cached = weakref.ref(edge_index), edge_index._version, adjacency
+        return adjacency
+
+    def __getstate__(self) -> dict:
+        # A copy of the model builds its own matrix: weak references cannot be copied.
+        return {**super().__getstate__(), "_cached": None}

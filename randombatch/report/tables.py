@@ -1,0 +1,100 @@
+"""Results as tables on the terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_training(console: Console, result: dict[str, Any]) -> None:
+    """The runs of one job."""
+    data = result["data"]
+    title = f"{data['name']}: {data['num_nodes']:,} nodes, {data['num_edges']:,} arcs ({data['edges']}), "
+    title += f"attention {result['attention']}"
+    table = Table("run", "seed", "split", "best epoch", "train", "val", "test", "s/epoch", title=title)
+    for row in result["rows"]:
+        scores = [f"{100 * row[name]:.2f}" for name in ("train", "val", "test")]
+        whole = [str(row[name]) for name in ("run", "seed", "split", "best_epoch")]
+        table.add_row(*whole, *scores, f"{row['seconds_per_epoch']:.3f}")
+    console.print(table)
+    mean, deviation = 100 * result["score_mean"], 100 * result["score_std"]
+    console.print(
+        f"test {result['metric']} {mean:.2f} ± {deviation:.2f} %, {result['seconds_per_epoch']:.3f} s per epoch, "
+        f"peak memory {result['peak_bytes'] / 1e9:.2f} GB, {result['num_parameters']:,} parameters",
+        highlight=False,
+    )
+
+
+def print_comparison(console: Console, result: dict[str, Any]) -> None:
+    """One row for each attention."""
+    data, runs = result["data"], len(result["seeds"])
+    title = f"{data['name']}: {data['num_nodes']:,} nodes, {data['num_edges']:,} arcs, {runs} runs, "
+    title += f"test {result['metric']} in %"
+    table = Table("attention", "score", "minus none", "minus origin", "s/epoch", "peak GB", title=title)
+    for row in result["rows"]:
+        table.add_row(
+            row["attention"],
+            f"{100 * row['score_mean']:.2f} ± {100 * row['score_std']:.2f}",
+            _difference(row.get("minus_none")),
+            _difference(row.get("minus_origin")),
+            f"{row['seconds_per_epoch']:.3f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        )
+    console.print(table)
+    console.print("± deviation over runs; differences: mean over paired runs ± standard error", style="dim")
+    console.print(result["verdict"], highlight=False)
+
+
+def _difference(paired: dict[str, float | None] | None) -> str:
+    if paired is None or paired["mean"] is None:
+        return ""
+    error = "" if paired["stderr"] is None else f" ± {100 * paired['stderr']:.2f}"
+    return f"{100 * paired['mean']:+.2f}{error}"
+
+
+def print_attention(console: Console, result: dict[str, Any]) -> None:
+    """`bench attention`: contenders, growth, sweep, ratios."""
+    s = result["settings"]
+    title = "N = {nodes:,}, F = {dim}, H = {heads}, p = {batch_size}, {threads} threads".format(**s)
+    table = Table("contender", "allocator", "forward ms", "train ms", "median ms", "extra MB", title=title)
+    for row in result["rows"]:
+        if "allocator" in row:
+            seconds = [f"{row[key] * 1e3:.1f}" for key in ("forward_s", "train_s", "train_median_s")]
+            table.add_row(row["name"], row["allocator"], *seconds, f"{row['extra_bytes'] / 1e6:.1f}")
+    console.print(table)
+    if s["scaling"]:
+        table = Table("N", "train ms", "ns per node", "extra MB", title="our layer as N grows")
+        for row in result["rows"]:
+            if row["name"] == "scaling":
+                figures = f"{row['train_s'] * 1e3:.1f}", f"{row['ns_per_node']:.0f}", f"{row['extra_bytes'] / 1e6:.1f}"
+                table.add_row(f"{row['nodes']:,}", *figures)
+        console.print(table)
+    if s["sweep"]:
+        table = Table("H", "p", "train ms", "over its floor", title="other heads and batch sizes")
+        for row in result["rows"]:
+            if row["name"] == "sweep":
+                time, ratio = f"{row['train_s'] * 1e3:.1f}", f"{row['over_floor']:.2f}"
+                table.add_row(str(row["heads"]), str(row["batch_size"]), time, ratio)
+        console.print(table)
+    print_ratios(console, result["ratios"])
+
+
+def print_epoch(console: Console, result: dict[str, Any]) -> None:
+    """`bench epoch`: one training step of each contender in each case."""
+    table = Table("case", "model", "allocator", "step s", "median s", "peak GB")
+    for row in result["rows"]:
+        figures = f"{row['train_s']:.3f}", f"{row['train_median_s']:.3f}", f"{row['peak_bytes'] / 1e9:.2f}"
+        table.add_row(row["case"], row["name"], row["allocator"], *figures)
+    console.print(table)
+    print_ratios(console, result["ratios"])
+
+
+def print_ratios(console: Console, ratios: dict[str, Any]) -> None:
+    table = Table("ratio (a peer's time or memory over ours: above 1 we are better)", "value")
+    for name, value in ratios.items():
+        if isinstance(value, dict):
+            for peer, ratio in value.items():
+                table.add_row(f"{name} {peer}", "" if ratio is None else f"{ratio:.2f}")
+        elif value is not None:
+            table.add_row(name, f"{value:,.0f}" if name.endswith("bytes") else f"{value:.3f}")
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Training: configuration, mini-batches, the loop, checkpoints, jobs of several runs."""

@@ -1,0 +1,127 @@
+"""Checkpoints: tensors as safetensors, everything else as JSON; whole or absent, never in between.
+
+A checkpoint is two files, `NAME.safetensors` and `NAME.json`. Each is written under another name, flushed to the disk
+and renamed; the JSON comes last and holds the SHA-256 of the tensors, so that it vouches for them. The previous
+checkpoint stays until the next one is complete. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+FORMAT = "randombatch-checkpoint-1"
+KEEP = 2
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, and why, in one line."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside, flush to the disk, rename: at every moment the file is the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename itself durable, where folders can be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Indented JSON, atomically."""
+    write_atomically(path, (json.dumps(data, indent=2) + "\n").encode())
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write a safetensors file atomically; its SHA-256."""
+    from safetensors.torch import save
+
+    content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+    write_atomically(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def load_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """Read a safetensors file, checking its hash if one is given."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(
+            f"{path} is not what was written ({len(content)} bytes, wrong hash): truncated or changed"
+        )
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {str(error).splitlines()[0]}") from None
+
+
+class Checkpoints:
+    """The checkpoints of one folder, newest first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write the next checkpoint, then drop all but the last `KEEP`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = max(self._numbers(), default=0) + 1
+        path = self.folder / f"{number:09d}.safetensors"
+        sha256 = save_tensors(path, tensors)
+        write_json(path.with_suffix(".json"), {"format": FORMAT, "number": number, "sha256": sha256, "state": state})
+        for old in self._numbers()[KEEP:]:
+            for suffix in (".json", ".safetensors"):
+                (self.folder / f"{old:09d}{suffix}").unlink(missing_ok=True)
+
+    def latest(self, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Tensors and state of the newest checkpoint that is whole; `warn` hears of those that are not."""
+        for number in self._numbers():
+            path = self.folder / f"{number:09d}.json"
+            try:
+                description = _read_description(path)
+                return load_tensors(path.with_suffix(".safetensors"), description["sha256"]), description["state"]
+            except CheckpointError as error:
+                warn(f"checkpoint refused: {error}; going back to the one before")
+        return None
+
+    def _numbers(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        return sorted((int(p.stem) for p in self.folder.glob("*.json") if p.stem.isdecimal()), reverse=True)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        description = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        raise CheckpointError(f"{path} is not readable as JSON") from None
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this program (no format {FORMAT!r})")
+    if not isinstance(description.get("sha256"), str) or not isinstance(description.get("state"), dict):
+        raise CheckpointError(f"{path} lacks its hash or state")
+    return description

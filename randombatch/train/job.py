@@ -1,0 +1,297 @@
+"""A training job: several runs in one folder, interruptible at any moment.
+
+config.toml          the whole configuration
+metrics.jsonl        a line for every evaluation: run, epoch, loss and scores; the same however often interrupted
+result.json          data, machine, the score of each run at its best validation, mean and deviation
+best-R.safetensors   weights of run R at its best validation
+checkpoints/         the last two states to continue from
+curves.png           loss and scores
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from randombatch import data
+from randombatch.data.graph import Graph
+from randombatch.machine import Peak, machine
+from randombatch.models.sgformer import check_full
+from randombatch.train.checkpoint import Checkpoints, save_tensors, write_atomically, write_json
+from randombatch.train.config import Config, ConfigError, from_tables
+from randombatch.train.loop import Problem, Run, TrainingError, run_to_end
+from randombatch.train.metrics import mean_and_deviation
+from randombatch.train.progress import Display
+
+CHECKPOINT_SECONDS = 30.0
+
+
+class Interrupted(Exception):
+    """A signal came; the checkpoint is written."""
+
+
+def load_graph(config: Config) -> Graph:
+    """The graph of a configuration."""
+    source = config.data
+    return data.load(
+        source.dataset,
+        root=source.root or None,
+        edges=source.edges,
+        split=source.split,
+        split_seed=source.split_seed,
+        num_splits=source.num_splits or None,
+        metric=source.metric or None,
+        feature_norm=source.feature_norm,
+        **source.options,
+    )
+
+
+def train(config: Config, folder: Path, *, resume: bool = False, display: Display | None = None) -> dict[str, Any]:
+    """Run a job, or continue it; what `result.json` holds.
+
+    Args:
+        config: the configuration.
+        folder: where everything goes.
+        resume: continue what is there (a finished job returns its result at once).
+        display: shows progress (default: silent).
+    """
+    display = display or Display(quiet=True)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    _check_device(config.train.device)
+    if resume and (folder / "result.json").exists():
+        _check_same(config, folder)
+        return json.loads((folder / "result.json").read_text())
+    graph = load_graph(config)
+    if graph.ptr is not None and config.train.minibatch != "full":
+        raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
+    problem = Problem(graph, config)
+    _check_model(problem)
+    _prepare(config, folder, resume)
+    with _alone(folder):
+        for warning in graph.warnings:
+            display.line(f"warning: {warning}")
+        return Job(problem, folder, display).run()
+
+
+class Job:
+    """The runs of one folder, in order."""
+
+    def __init__(self, problem: Problem, folder: Path, display: Display) -> None:
+        self.problem, self.folder, self.display = problem, folder, display
+        self.config, self.graph = problem.config, problem.graph
+        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self.metrics = folder / "metrics.jsonl"
+        self.finished: list[dict[str, Any]] = []
+        self.written = 0
+        self.saved_at, self.saved_epoch = time.monotonic(), 0
+        self.peak, self.earlier_peak = Peak(), 0
+        self.num_parameters = 0
+
+    def run(self) -> dict[str, Any]:
+        runs = self.config.train.runs or (self.graph.num_splits if self.graph.num_splits > 1 else 5)
+        current = self._restore()
+        with _Signals() as signals, self.display.running(runs, self.config.train.epochs, self.graph.metric):
+            while len(self.finished) < runs:
+                run = current or Run(self.problem, len(self.finished))
+                current = None
+                self.num_parameters = run.num_parameters
+                run_to_end(
+                    run,
+                    functools.partial(self._after_step, run, signals),
+                    functools.partial(self._after_epoch, run),
+                )
+                self._finish(run)
+        return self._write_result()
+
+    def _restore(self) -> Run | None:
+        found = self.checkpoints.latest(lambda message: self.display.line(f"warning: {message}"))
+        if found is None:
+            # Nothing usable: lines of an earlier attempt would come twice.
+            self._truncate(0)
+            return None
+        tensors, state = found
+        self.finished, self.written = state["finished"], state["written"]
+        self.earlier_peak, self.num_parameters = state["peak_bytes"], state["num_parameters"]
+        self._truncate(self.written)
+        if state["current"] is None:
+            return None
+        run = Run(self.problem, state["current"]["number"])
+        run.restore(tensors, state["current"])
+        self.display.line(f"continuing run {run.number + 1} after epoch {run.epoch}")
+        self.saved_epoch = run.epoch
+        return run
+
+    def _truncate(self, size: int) -> None:
+        with self.metrics.open("ab") as file:
+            file.truncate(size)
+
+    def _after_step(self, run: Run, signals: "_Signals") -> None:
+        if signals.received:
+            if run.step == run.steps_per_epoch:
+                self._after_epoch(run, run.finish_epoch(), checkpoint=False)
+            self.save(run)
+            raise Interrupted(
+                f"interrupted in run {run.number + 1} after epoch {run.epoch}: the checkpoint is kept, "
+                "continue with --resume"
+            )
+
+    def _after_epoch(self, run: Run, line: dict[str, Any] | None, checkpoint: bool = True) -> None:
+        if line is not None:
+            with self.metrics.open("ab") as file:
+                self.written += file.write((json.dumps(line) + "\n").encode())
+        self.display.epoch(run, self.peak_bytes())
+        due = run.epoch - self.saved_epoch >= self.config.train.checkpoint_every
+        if checkpoint and not run.done and (due or time.monotonic() - self.saved_at > CHECKPOINT_SECONDS):
+            self.save(run)
+
+    def save(self, run: Run | None) -> None:
+        tensors, current = run.state() if run is not None else ({"empty": torch.zeros(1)}, None)
+        state = {
+            "finished": self.finished, "written": self.written, "peak_bytes": self.peak_bytes(),
+            "num_parameters": self.num_parameters, "current": current,
+        }  # fmt: skip
+        with self.metrics.open("ab") as file:
+            os.fsync(file.fileno())
+        self.checkpoints.save(tensors, state)
+        self.saved_at, self.saved_epoch = time.monotonic(), run.epoch if run is not None else 0
+
+    def _finish(self, run: Run) -> None:
+        save_tensors(self.folder / f"best-{run.number}.safetensors", run.best_weights)
+        self.finished.append(run.result())
+        self.save(None)
+        self.display.finished(run)
+
+    def peak_bytes(self) -> int:
+        if self.config.train.device.startswith("cuda"):
+            return max(self.earlier_peak, torch.cuda.max_memory_allocated(self.config.train.device))
+        return max(self.earlier_peak, self.peak.total())
+
+    def _write_result(self) -> dict[str, Any]:
+        mean, deviation = mean_and_deviation([r["test"] for r in self.finished])
+        graph = self.graph
+        result = {
+            "settings": dataclasses.asdict(self.config),
+            "machine": machine(),
+            "data": {
+                "name": graph.name, "num_nodes": graph.num_nodes, "num_edges": graph.num_edges,
+                "num_features": graph.num_features, "num_classes": graph.num_classes, "edges": graph.edges,
+                "num_splits": graph.num_splits, "split_hash": graph.split_hash(),
+            },
+            "attention": self.config.model.attention,
+            "metric": graph.metric,
+            "selection": "test score at the best validation score",
+            "num_parameters": self.num_parameters,
+            "score_mean": mean,
+            "score_std": deviation,
+            "val_mean": mean_and_deviation([r["val"] for r in self.finished])[0],
+            "seconds_per_epoch": mean_and_deviation([r["seconds_per_epoch"] for r in self.finished])[0],
+            "peak_bytes": self.peak_bytes(),
+            "rows": self.finished,
+            "ratios": {},
+        }  # fmt: skip
+        from randombatch.report.plots import plot_curves
+
+        plot_curves(self.folder)
+        write_json(self.folder / "result.json", result)
+        return result
+
+
+def _prepare(config: Config, folder: Path, resume: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: choose another folder with --out")
+    if (folder / "config.toml").exists():
+        if not resume:
+            raise ConfigError(f"{folder} holds a job already: continue it with --resume, or choose another --out")
+        _check_same(config, folder)
+    elif folder.is_dir() and any(p.name != ".lock" for p in folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty and holds no job: choose another folder with --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.toml", config.to_toml().encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes in one folder would overwrite each other: the second one is refused. Ends with the process."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"another process is training in {folder}: wait for it, or choose another --out"
+            ) from None
+        yield
+
+
+def _check_same(config: Config, folder: Path) -> None:
+    from randombatch.train.config import load_config
+
+    there = dataclasses.asdict(load_config(folder / "config.toml"))
+    here = dataclasses.asdict(from_tables(dataclasses.asdict(config)))
+    for section, table in here.items():
+        for name, value in table.items():
+            if there[section].get(name) != value:
+                raise ConfigError(
+                    f"{folder} was started with {section}.{name} = {there[section].get(name)!r}, not {value!r}: "
+                    "continue it with the same settings, or choose another --out"
+                )
+
+
+def _check_model(problem: Problem) -> None:
+    """Everything about the model that can be refused is refused before anything is written."""
+    Run(problem, 0)
+    sizes = problem.graph.num_nodes if problem.ptr is None else int(problem.ptr.diff().max())
+    if problem.config.model.attention == "full":
+        check_full(sizes)
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"train.device {name!r} does not exist: use 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device is 'cuda', but torch sees no CUDA device here: use 'cpu'")
+
+
+class _Signals:
+    """SIGINT and SIGTERM wait until the step is done; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+__all__ = ["Interrupted", "Job", "TrainingError", "load_graph", "train"]

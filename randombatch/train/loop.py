@@ -1,0 +1,209 @@
+"""One training run: model, optimiser, best weights, and the state that a checkpoint needs to continue it bit by bit."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from randombatch.data.graph import Graph
+from randombatch.models.peers import build_model
+from randombatch.models.propagation import Adjacency
+from randombatch.train import metrics
+from randombatch.train.config import Config
+from randombatch.train.minibatch import Step, adjacency_of, num_steps, steps
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: one line that says when and what to do."""
+
+
+class Problem:
+    """A graph on its device, with what all runs share: the normalised adjacency matrix is built once."""
+
+    def __init__(self, graph: Graph, config: Config) -> None:
+        device = torch.device(config.train.device)
+        self.graph, self.config, self.device = graph, config, device
+        self.x, self.y = graph.x.to(device), graph.y.to(device)
+        self.ptr = graph.ptr
+        self.edge_index = graph.edge_index
+        self.edges: Tensor | Adjacency
+        if config.model.name == "sgformer":
+            self.edges = Adjacency(graph.edge_index, graph.num_nodes).to(device)
+        else:
+            self.edges = graph.edge_index.to(device)
+
+    def masks(self, split: int) -> dict[str, Tensor]:
+        masks = {"train": self.graph.train_mask, "val": self.graph.val_mask, "test": self.graph.test_mask}
+        return {name: mask[:, split].nonzero().squeeze(1).to(self.device) for name, mask in masks.items()}
+
+
+class Run:
+    """Run number `number` of a problem, from its first step or from a checkpoint.
+
+    The seed is `train.seed + number`, the split `number` modulo the number of splits. All randomness comes from torch's
+    default generator, seeded here, and from hashes of (seed, epoch).
+    """
+
+    def __init__(self, problem: Problem, number: int) -> None:
+        self.problem, self.number = problem, number
+        config, graph = problem.config, problem.graph
+        self.seed, self.split = config.train.seed + number, number % graph.num_splits
+        torch.manual_seed(self.seed)
+        model = config.model
+        self.model = build_model(
+            model.name, graph.num_features, model.hidden_channels, graph.num_classes,
+            model.attention, model.batch_size, model.options,
+        ).to(problem.device)  # fmt: skip
+        self.optimizer = self._optimizer()
+        self.masks = problem.masks(self.split)
+        self.is_train = graph.train_mask[:, self.split]
+        self.epoch, self.step = 0, 0
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.seconds = 0.0
+        self.scores: dict[str, float] = {}
+        self.best: dict[str, Any] = {"epoch": -1, "val": -math.inf}
+        self.best_weights: dict[str, Tensor] = {}
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        train = self.problem.config.train
+        branches = self.model.branches()
+        decay = {"trans": train.trans_weight_decay, "gnn": train.gnn_weight_decay}
+        groups = [{"params": p, "weight_decay": decay[name]} for name, p in branches.items() if p]
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]
+        return kind(groups, lr=train.lr)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def done(self) -> bool:
+        train = self.problem.config.train
+        stale = train.patience and self.best["epoch"] >= 0 and self.epoch - 1 - self.best["epoch"] >= train.patience
+        return self.epoch >= train.epochs or bool(stale)
+
+    def steps_of_epoch(self) -> Iterator[None]:
+        """Train through the rest of the current epoch, yielding after every step."""
+        train, graph = self.problem.config.train, self.problem.graph
+        first = self.step
+        for step in steps(
+            train.minibatch, self.problem.edge_index, graph.num_nodes, train.seeds, self.seed, self.epoch, first
+        ):
+            start = time.perf_counter()
+            self._train(step)
+            self.seconds += time.perf_counter() - start
+            self.step += 1
+            yield
+
+    def _train(self, step: Step) -> None:
+        problem = self.problem
+        self.model.train()
+        x, y, rows, edges, nodes = problem.x, problem.y, self.masks["train"], problem.edges, None
+        if step.nodes is not None:
+            ids = step.nodes.to(problem.device)
+            rows = self.is_train[step.nodes].nonzero().squeeze(1).to(problem.device)
+            y = y[ids]
+            if step.edge_index is None:
+                nodes = ids
+            else:
+                x = x[ids]
+                own = adjacency_of(step) if problem.config.model.name == "sgformer" else step.edge_index
+                assert own is not None
+                edges = own.to(problem.device)
+        if not len(rows):
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        logits = self.model(x, edges, problem.ptr, nodes)
+        loss = nnf.cross_entropy(logits[rows], y[rows])
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss became {value} in epoch {self.epoch + 1} of run {self.number + 1}: the last good checkpoint "
+                f"is kept; try a smaller train.lr (now {problem.config.train.lr})"
+            )
+        loss.backward()
+        self.optimizer.step()
+        self.loss_sum += value
+        self.loss_count += 1
+
+    def finish_epoch(self) -> dict[str, Any] | None:
+        """Evaluate where it is due: a line for `metrics.jsonl`, or None."""
+        train = self.problem.config.train
+        loss = self.loss_sum / max(1, self.loss_count)
+        self.epoch, self.step, self.loss_sum, self.loss_count = self.epoch + 1, 0, 0.0, 0
+        self.loss = loss
+        if self.epoch % train.eval_every and self.epoch < train.epochs:
+            return None
+        self.scores = metrics.scores(self.problem.graph.metric, self.logits(), self.problem.y, self.masks)
+        if self.scores["val"] > self.best["val"]:
+            self.best = {"epoch": self.epoch - 1, **self.scores}
+            self.best_weights = {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
+        return {"run": self.number, "epoch": self.epoch, "loss": loss, **self.scores}
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Of all nodes, with the fixed division of evaluation."""
+        self.model.eval()
+        return self.model(self.problem.x, self.problem.edges, self.problem.ptr)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        train = self.problem.config.train
+        return num_steps(train.minibatch, self.problem.graph.num_nodes, train.seeds)
+
+    def result(self) -> dict[str, Any]:
+        """One row of `result.json`."""
+        best = {name: self.best[name] for name in ("train", "val", "test")}
+        per_epoch = self.seconds / max(1, self.epoch)
+        return {
+            "name": f"run {self.number}", "run": self.number, "seed": self.seed, "split": self.split,
+            "best_epoch": self.best["epoch"] + 1, "epochs": self.epoch, **best, "seconds_per_epoch": per_epoch,
+        }  # fmt: skip
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and plain values that `restore` needs."""
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        tensors |= {f"best.{name}": t for name, t in self.best_weights.items()}
+        for index, slots in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(t) for name, t in slots.items()}
+        tensors["generator.cpu"] = torch.get_rng_state()
+        if self.problem.device.type == "cuda":
+            tensors["generator.cuda"] = torch.cuda.get_rng_state(self.problem.device)
+        best = {k: (None if v == -math.inf else v) for k, v in self.best.items()}
+        values = {
+            "number": self.number, "epoch": self.epoch, "step": self.step, "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count, "seconds": self.seconds, "best": best,
+        }  # fmt: skip
+        return tensors, values
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+        self.model.load_state_dict(under("model."))
+        self.best_weights = under("best.")
+        slots: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in under("optimizer.").items():
+            index, slot = name.split(".", 1)
+            slots.setdefault(int(index), {})[slot] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
+        self.epoch, self.step, self.seconds = values["epoch"], values["step"], values["seconds"]
+        self.loss_sum, self.loss_count = values["loss_sum"], values["loss_count"]
+        self.best = {k: (-math.inf if v is None else v) for k, v in values["best"].items()}
+        torch.set_rng_state(tensors["generator.cpu"])
+        if "generator.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["generator.cuda"], self.problem.device)
+
+
+def run_to_end(run: Run, after_step: Callable[[], None], after_epoch: Callable[[dict[str, Any] | None], None]) -> None:
+    """Train until the last epoch or until patience ends; the callbacks write, save and stop."""
+    while not run.done:
+        for _ in run.steps_of_epoch():
+            after_step()
+        after_epoch(run.finish_epoch())

@@ -1,0 +1,51 @@
+"""Scores of predicted logits against labels."""
+
+import torch
+from torch import Tensor
+
+
+def score(metric: str, logits: Tensor, y: Tensor) -> float:
+    """A score in [0, 1], larger is better.
+
+    accuracy: share of nodes whose largest logit is their label's. roc_auc: area under the curve of the second class's
+    probability (two classes), or the mean over classes of each against the rest. f1: harmonic mean of precision and
+    recall, averaged over the nodes ("micro"), as in the published SGFormer runs.
+
+    Args:
+        metric: "accuracy", "roc_auc" or "f1".
+        logits: `(n, C)`.
+        y: `(n,)` labels in [0, C).
+    """
+    if metric == "accuracy":
+        return (logits.argmax(1) == y).double().mean().item()
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    truth = y.cpu().numpy()
+    if metric == "f1":
+        return float(f1_score(truth, logits.argmax(1).cpu().numpy(), average="micro"))
+    if metric != "roc_auc":
+        raise ValueError(f"`metric` must be accuracy, roc_auc or f1, got {metric!r}")
+    probabilities = logits.double().softmax(1).cpu().numpy()
+    if logits.shape[1] == 2:
+        return _area(roc_auc_score, truth, probabilities[:, 1])
+    # A class that does not occur among these nodes has no curve.
+    present = [c for c in range(logits.shape[1]) if 0 < (truth == c).sum() < len(truth)]
+    areas = [_area(roc_auc_score, truth == c, probabilities[:, c]) for c in present]
+    return sum(areas) / len(areas) if areas else 0.5
+
+
+def _area(function, truth, probabilities) -> float:
+    if truth.min() == truth.max():
+        return 0.5
+    return float(function(truth, probabilities))
+
+
+def scores(metric: str, logits: Tensor, y: Tensor, masks: dict[str, Tensor]) -> dict[str, float]:
+    """The score on each named set of nodes."""
+    return {name: score(metric, logits[mask], y[mask]) for name, mask in masks.items()}
+
+
+def mean_and_deviation(values: list[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (0 for a single value)."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return tensor.mean().item(), tensor.std().item() if len(values) > 1 else 0.0

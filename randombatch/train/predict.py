@@ -1,0 +1,80 @@
+"""Class probabilities of all nodes from a finished run."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from randombatch.nn.draws import Draws
+from randombatch.permutation import fold_in
+from randombatch.train.checkpoint import CheckpointError, load_tensors, write_atomically
+from randombatch.train.config import ConfigError, load_config
+from randombatch.train.job import load_graph
+from randombatch.train.loop import Problem, Run
+
+
+def predict(folder: Path, *, run: int | None = None, rounds: int = 1, dataset: str | None = None) -> dict[str, Any]:
+    """Probabilities by the best weights of one run, averaged over `rounds` divisions.
+
+    Divisions are fixed (round r of layer l is always the same one), so equal calls give equal numbers.
+
+    Args:
+        folder: of a finished `train`.
+        run: which run (default: the one with the best validation score).
+        rounds: R divisions; more than one also gives a standard error per node and class.
+        dataset: another graph with the same features and classes.
+
+    Returns:
+        `probabilities` (N, C), `prediction` (N,), with R > 1 `stderr` (N, C), and `run`.
+    """
+    if rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, got {rounds}")
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} is not the folder of a training run (no config.toml)")
+    config = load_config(folder / "config.toml")
+    if dataset is not None:
+        config = config.replace(**{"data.dataset": dataset})
+    number = _best_run(folder) if run is None else run
+    path = folder / f"best-{number}.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no finished run {number}: finish it with `randombatch train --resume`")
+    one = Run(Problem(load_graph(config), config), number)
+    try:
+        one.model.load_state_dict(load_tensors(path))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} does not fit this graph and model: {str(error).splitlines()[-1].strip()}"
+        ) from None
+    layers = [m for m in one.model.modules() if isinstance(m, Draws)]
+    seeds = [layer.eval_seed for layer in layers]
+    total = squares = torch.zeros(())
+    for r in range(rounds):
+        for layer, seed in zip(layers, seeds, strict=True):
+            # The first round is what evaluation saw in training.
+            layer.eval_seed = seed if r == 0 else fold_in(seed, r)
+        probabilities = one.logits().double().softmax(1).cpu()
+        total, squares = total + probabilities, squares + probabilities.square()
+    mean = total / rounds
+    result = {"probabilities": mean.float().numpy(), "prediction": mean.argmax(1).numpy(), "run": np.int64(number)}
+    if rounds > 1:
+        variance = ((squares / rounds - mean.square()).clamp(min=0) * (rounds / (rounds - 1))) / rounds
+        result["stderr"] = variance.sqrt().float().numpy()
+    return result
+
+
+def write_npz(path: Path, arrays: dict[str, Any]) -> None:
+    """Atomically."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_atomically(path, content.getvalue())
+
+
+def _best_run(folder: Path) -> int:
+    path = folder / "result.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not finished: finish it with `randombatch train --resume`, or name a --run")
+    rows = json.loads(path.read_text())["rows"]
+    return max(rows, key=lambda row: row["val"])["run"]
