@@ -1,6 +1,8 @@
 """The command `randombatch`. Exit codes: 0 done, 2 bad input (one clear line), 130 interrupted."""
 
 import contextlib
+import dataclasses
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +22,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
-from randombatch.report.tables import print_attention, print_comparison, print_training
-from randombatch.train.checkpoint import CheckpointError, write_json
+from randombatch.report.tables import print_attention, print_comparison, print_epoch, print_training
+from randombatch.train.checkpoint import CheckpointError, write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, load_config, parse_assignment, recipe_names
 
 app = typer.Typer(
@@ -30,14 +32,24 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 console = Console()
+# What typer raises for an option that it does not know; it exports only this subclass.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
     """Entry point: `randombatch ...` and `python -m randombatch ...`."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
-        app()
-    except KeyboardInterrupt:
+        sys.exit(app(standalone_mode=False))
+    except USAGE_ERROR as error:
+        print(f"randombatch: {' '.join(error.format_message().split())} (see --help)", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @app.callback(invoke_without_command=True)
@@ -96,7 +108,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | None) -> Config:
     config = load_config(recipe) if recipe else Config() if flags["data.dataset"] else load_config("digits")
     changes = {name: value for name, value in flags.items() if value is not None}
-    return config.replace(**changes, **dict(parse_assignment(text) for text in settings or []))
+    if flags["model.name"] not in (None, config.model.name):
+        # Another model knows other options than those that the recipe gives.
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, options={}))
+    return config.replace(**(changes | dict(parse_assignment(text) for text in settings or [])))
 
 
 @contextlib.contextmanager
@@ -220,6 +235,8 @@ def compare(
     }  # fmt: skip
     with _clear_errors():
         config = _config(recipe, flags, settings)
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError(f"--json: the folder {output.parent} does not exist")
         folder = out or Path("runs") / f"{Path(config.data.dataset).stem}-compare"
         names = [name.strip() for name in attentions.split(",") if name.strip()]
         result = comparison.compare(config, names, folder, resume=resume, quiet=quiet)
@@ -255,6 +272,27 @@ def predict(
         result = compute(run, run=number, rounds=rounds, dataset=dataset)
         write_npz(out, result)
     console.print(f"{len(result['prediction']):,} nodes, run {result['run']}: written to {out}", highlight=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of `train` or `compare`.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """One self-contained HTML page: scores, differences, curves, settings, machine, seeds.
+
+    Examples:
+
+        randombatch report runs/digits-compare
+        randombatch report runs/cora-compare runs/actor-compare --out graphs.html
+    """
+    from randombatch.report.page import page
+
+    with _clear_errors():
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out: the folder {out.parent} does not exist")
+        write_atomically(out, page(runs).encode())
+    console.print(f"written to {out}", highlight=False)
 
 
 @bench.command("attention")
@@ -301,6 +339,55 @@ def bench_attention(
         )
     except ValueError as error:
         refuse(str(error))
+    result = _measure(attention.run, settings, output)
+    print_attention(console, result)
+    if output is not None:
+        write_json(output, result)
+
+
+@bench.command("epoch")
+def bench_epoch(
+    cases: Annotated[str, typer.Option(help="Which sizes.")] = "arxiv-64,arxiv-256,large-64",
+    contenders: Annotated[str, typer.Option(help="The first takes turns with the others.")] = (
+        "random-batch,origin,none,pyg"
+    ),
+    batch_size: Annotated[int, typer.Option(help="p.")] = 64,
+    threads: Annotated[int, typer.Option(help="Threads of every contender.")] = 2,
+    turns: Annotated[int, typer.Option(help="Steps of each contender; the fastest counts.")] = 3,
+    limit_gib: Annotated[float, typer.Option(help="Address space of a contender; one that needs more fails.")] = 20.0,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """A whole training step (both branches, loss, backward, optimiser), ours beside PyTorch Geometric's SGFormer.
+
+    Synthetic graphs of ogbn-arxiv's size with 64 and 256 hidden features, and one of 1.6 million nodes and 30 million
+    edges. Every contender runs in its own process, under the default allocator and one that keeps memory.
+
+    Examples:
+
+        randombatch bench epoch --json epoch.json
+        randombatch bench epoch --cases arxiv-64 --turns 5
+    """
+    from randombatch.bench import epoch
+
+    try:
+        settings = epoch.Settings(
+            cases=tuple(c for c in cases.split(",") if c),
+            contenders=tuple(c for c in contenders.split(",") if c),
+            batch_size=batch_size,
+            threads=threads,
+            turns=turns,
+            limit_gib=limit_gib,
+        )
+    except ValueError as error:
+        refuse(str(error))
+    result = _measure(epoch.run, settings, output)
+    print_epoch(console, result)
+    if output is not None:
+        write_json(output, result)
+
+
+def _measure(function: Callable[..., dict[str, Any]], settings: Any, output: Path | None) -> dict[str, Any]:
+    """Run a benchmark under progress bars; a failure is one line and code 1."""
     if output is not None and not output.absolute().parent.is_dir():
         refuse(f"--json: the folder {output.parent} does not exist")
     with bars() as progress:
@@ -310,10 +397,7 @@ def bench_attention(
             return lambda: progress.advance(task)
 
         try:
-            result = attention.run(settings, piece)
+            return function(settings, piece)
         except (RuntimeError, AssertionError) as error:
             print(f"randombatch: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    print_attention(console, result)
-    if output is not None:
-        write_json(output, result)

@@ -74,7 +74,7 @@ class Times:
 
     def row(self) -> dict[str, float]:
         return {
-            "forward_s": min(self.forward),
+            **({"forward_s": min(self.forward)} if self.forward else {}),
             "train_s": min(self.train),
             "train_median_s": statistics.median(self.train),
             "turns": len(self.train),
@@ -88,7 +88,8 @@ def take_turns(workers: dict[Any, Worker], turns: int, tick: Callable[[], None])
         for key, worker in workers.items():
             answer = worker.ask("time")
             if turn:
-                times[key].forward.append(answer["forward_s"])
+                if "forward_s" in answer:
+                    times[key].forward.append(answer["forward_s"])
                 times[key].train.append(answer["train_s"])
             tick()
     return times

@@ -12,45 +12,47 @@ import torch
 from torch import Tensor
 
 from randombatch.bench.contenders import CONTENDERS, Contender, Sizes
+from randombatch.bench.step import TrainingStep
 from randombatch.machine import Peak
 
 
-def step(contender: Contender, x: Tensor, grad: Tensor) -> tuple[float, float]:
-    """Seconds of one forward, and of forward plus backward."""
-    start = time.perf_counter()
-    out = contender.forward(x)
-    middle = time.perf_counter()
-    contender.backward(out, x, grad)
-    return middle - start, time.perf_counter() - start
+class Layer:
+    """One attention layer, forward and backward."""
 
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.contender: Contender = CONTENDERS[settings.pop("contender")](sizes := Sizes(**settings))
+        self.x = torch.randn(sizes.nodes, sizes.dim, requires_grad=True)
+        self.grad = torch.randn(sizes.nodes, sizes.dim)
 
-def measure_memory(contender: Contender, x: Tensor, grad: Tensor) -> dict[str, float]:
-    """Peak of resident memory in one step beyond input, weights, output and their gradients."""
-    few = min(len(x), 256)
-    step(contender, x[:few].detach().clone().requires_grad_(), grad[:few].clone())
-    peak = Peak()
-    step(contender, x, grad)
-    kept = grad.nbytes + x.nbytes + contender.weight_bytes()
-    return {"extra_bytes": max(0, peak.growth() - kept)}
+    def time(self) -> dict[str, float]:
+        """Seconds of one forward, and of forward plus backward."""
+        return self._step(self.x, self.grad)
+
+    def memory(self) -> dict[str, float]:
+        """Peak of resident memory in one step beyond input, weights, output and their gradients."""
+        few = min(len(self.x), 256)
+        self._step(self.x[:few].detach().clone().requires_grad_(), self.grad[:few].clone())
+        peak = Peak()
+        self._step(self.x, self.grad)
+        kept = self.grad.nbytes + self.x.nbytes + self.contender.weight_bytes()
+        return {"extra_bytes": max(0, peak.growth() - kept)}
+
+    def _step(self, x: Tensor, grad: Tensor) -> dict[str, float]:
+        start = time.perf_counter()
+        out = self.contender.forward(x)
+        middle = time.perf_counter()
+        self.contender.backward(out, x, grad)
+        return {"forward_s": middle - start, "train_s": time.perf_counter() - start}
 
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(settings.pop("threads"))
     torch.manual_seed(0)
-    name = settings.pop("contender")
-    sizes = Sizes(**settings)
-    contender = CONTENDERS[name](sizes)
-    x = torch.randn(sizes.nodes, sizes.dim, requires_grad=True)
-    grad = torch.randn(sizes.nodes, sizes.dim)
+    contender = TrainingStep(settings) if "case" in settings else Layer(settings)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        what = json.loads(line)["do"]
-        if what == "memory":
-            answer = measure_memory(contender, x, grad)
-        else:
-            forward, total = step(contender, x, grad)
-            answer = {"forward_s": forward, "train_s": total}
+        answer = contender.memory() if json.loads(line)["do"] == "memory" else contender.time()
         print(json.dumps(answer), flush=True)
 
 

@@ -108,6 +108,8 @@ def _check_path(path: Path, dataset: str) -> None:
     if path.is_dir():
         raise DataError(f"{path} is a folder without {ogb.MARK}: give a .npz file or a known name")
     known = names()
+    if dataset.lower() == "ogbn-papers100m":
+        raise DataError("ogbn-papers100M does not fit into memory, and this version has no on-disk store for it yet")
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"there is no file {path}: give a .npz file or one of {', '.join(known)}")
     hint = suggestion(dataset, known) or f": known are {', '.join(known)}, or give a .npz file"

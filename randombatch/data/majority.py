@@ -32,11 +32,11 @@ MAX_REDRAWS = 1000
 
 def read(
     *,
-    num_graphs: int = 64,
-    nodes_per_graph: int = 512,
+    num_graphs: int = 192,
+    nodes_per_graph: int = 256,
     dim: int = 2,
     strength: float = 0.25,
-    margin: float = 0.0,
+    margin: float = 0.8,
     average_degree: float = 2.0,
     seed: int = 0,
 ) -> Raw:

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from randombatch.attention.blocks import Scratch, rows_per_block
 from randombatch.division import draw_seed
-from randombatch.permutation import fold_in, signed64
+from randombatch.models.dropout import dropout_bits, lanes_and_scale
+from randombatch.models.features import SparseFeatures
 
 NORMS = (None, "layer", "batch")
-_GOLDEN, _MULTIPLIER = signed64(0x9E3779B97F4A7C15), signed64(0xD6E8FEB86659FD93)
-_LANE = 1 << 16  # dropout compares 16 bits per number
 
 
 class Dense(nn.Module):
@@ -67,10 +66,13 @@ class Dense(nn.Module):
             if module is not None:
                 module.reset_parameters()
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | SparseFeatures, residual: Tensor | None = None) -> Tensor:
         """`x` (N, F), `residual` (N, D) or None. In training one seed is drawn from torch's default generator."""
         seed = int(draw_seed()) if self.training and self.dropout else 0
         weight, bias = (None, None) if self.linear is None else (self.linear.weight, self.linear.bias)
+        if isinstance(x, SparseFeatures):
+            assert self.linear is not None
+            x, weight, bias = x.linear(self.linear.weight) + self.linear.bias, None, None
         gain, shift = (None, None) if self.norm is None else (self.norm.weight, self.norm.bias)
         if not x.numel():
             return self.naive(x, residual, seed)
@@ -96,8 +98,7 @@ class Dense(nn.Module):
         return t if residual is None else t + residual
 
     def _drop(self) -> tuple[int, float]:
-        lanes = round(self.dropout * _LANE) if self.training else 0
-        return lanes, _LANE / (_LANE - lanes)
+        return lanes_and_scale(self.dropout if self.training else 0.0)
 
     def _running(self) -> tuple[Tensor | None, Tensor | None]:
         return (
@@ -125,24 +126,6 @@ class _Spec:
     lanes: int  # of 2^16 that are dropped
     scale: float  # of those that are kept
     seed: int
-
-
-def dropout_bits(scratch: Scratch, start: int, rows: int, width: int, seed: int) -> Tensor:
-    """A number in 0, ..., 2^16 - 1 for each entry of `rows` rows from `start` on, as the scratch's float type.
-
-    One hash of (seed, row, column / 4) makes four of them.
-    """
-    words = -(-width // 4)
-    word, high = (scratch(name, rows * words, dtype=torch.int64) for name in ("bits", "high bits"))
-    torch.arange(start * words, (start + rows) * words, out=word)
-    word.mul_(_GOLDEN).add_(signed64(fold_in(seed)))
-    for _ in range(2):
-        torch.bitwise_right_shift(word, 32, out=high)
-        word.bitwise_xor_(high.bitwise_and_(0xFFFFFFFF)).mul_(_MULTIPLIER)
-    torch.bitwise_right_shift(word, 32, out=high)
-    word.bitwise_xor_(high.bitwise_and_(0xFFFFFFFF))
-    lanes = word.view(torch.int16).view(rows, 4 * words)[:, :width]
-    return scratch("lanes", rows, width).copy_(lanes).add_(_LANE // 2)
 
 
 def _pass_where(values: Tensor, where: Tensor, above: float, out: Tensor) -> Tensor:

@@ -2,13 +2,17 @@
 
 import difflib
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from randombatch.models.sgformer import SGFormer
 from randombatch.nn.convert import convert
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_WIDTHS = ("in_channels", "hidden_channels", "out_channels")
 
 
 class Peer(nn.Module):
@@ -87,14 +91,13 @@ def build_model(
     options = options or {}
     widths = in_channels, hidden_channels, out_channels
     if name == "sgformer":
-        _check(name, SGFormer, options)
-        return SGFormer(*widths, attention=attention, batch_size=batch_size, **options)
+        return _build(name, SGFormer, widths, options, attention=attention, batch_size=batch_size)
     if attention not in ("origin", "random-batch"):
         raise ValueError(f"{name} runs with attention 'origin' (as it is) or 'random-batch', not {attention!r}")
     model: nn.Module
     if name == "pyg-gps":
-        _check(name, GPS, options)
-        model, branch = GPS(*widths, **options), tuple(f"convs.{i}.attn" for i in range(options.get("num_layers", 2)))
+        gps = _build(name, GPS, widths, options)
+        model, branch = gps, tuple(f"convs.{i}.attn" for i in range(len(gps.convs)))
     else:
         from torch_geometric.nn import models
 
@@ -102,8 +105,7 @@ def build_model(
         if name not in kinds:
             raise ValueError(f"`name` must be one of sgformer, pyg-gps, {', '.join(kinds)}, got {name!r}")
         kind, start = kinds[name]
-        _check(name, kind, options)
-        model, branch = kind(*widths, **options), (start,)
+        model, branch = _build(name, kind, widths, options), (start,)
         if name == "pyg-polynormer":
             vars(model)["_global"] = True  # its second phase, the one with attention
     if attention == "random-batch":
@@ -111,10 +113,22 @@ def build_model(
     return Peer(model, branch)
 
 
-def _check(name: str, kind: type, options: dict[str, Any]) -> None:
-    known = [p for p in inspect.signature(kind).parameters if p not in ("attention", "batch_size")]
-    for option in options:
+def _build(name: str, kind: Callable[..., _Model], widths: tuple[int, ...], options: dict[str, Any], **given) -> _Model:
+    _check(name, kind, options, (*_WIDTHS, *given))
+    try:
+        return kind(*widths, **given, **options)
+    except (TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
+        # Values come from files: whatever a constructor thinks of them is bad input.
+        raise ValueError(f"{name} cannot be built with {options}: {error}") from error
+
+
+def _check(name: str, kind: Callable, options: dict[str, Any], given: tuple[str, ...]) -> None:
+    parameters = inspect.signature(kind).parameters
+    known = [p for p in parameters if p not in given]
+    for option, value in options.items():
         if option not in known:
             close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
             raise ValueError(f"{name} has no option {option!r}: {hint}")
+        if isinstance(parameters[option].default, bool) and not isinstance(value, bool):
+            raise ValueError(f"{name}: {option} must be true or false, got {value!r}")

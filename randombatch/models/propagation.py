@@ -16,13 +16,16 @@ class Adjacency:
     Args:
         edge_index: `(2, E)`, source and target of each arc.
         num_nodes: N.
+        dtype: of the entries (default: torch's). A product with another type converts them each time, and keeps the
+            digits that they have.
     """
 
-    def __init__(self, edge_index: Tensor, num_nodes: int) -> None:
+    def __init__(self, edge_index: Tensor, num_nodes: int, dtype: torch.dtype | None = None) -> None:
+        _check(edge_index, num_nodes)
         source, target = edge_index
         self.num_nodes, self.num_edges = num_nodes, edge_index.shape[1]
         degree = torch.bincount(target, minlength=num_nodes).add_(1)
-        scale = degree.to(torch.get_default_dtype()).rsqrt_()
+        scale = degree.to(dtype or torch.get_default_dtype()).rsqrt_()
         keys = _keys(target, source, num_nodes)
         self.matrix = _matrix(keys, scale, num_nodes)
         reverse = _keys(source, target, num_nodes)
@@ -32,6 +35,10 @@ class Adjacency:
     @property
     def device(self) -> torch.device:
         return self.matrix.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
 
     def to(self, device: torch.device | str) -> "Adjacency":
         """Move both directions."""
@@ -44,6 +51,19 @@ class Adjacency:
     def __matmul__(self, x: Tensor) -> Tensor:
         """A^ x for x `(N, F)`; differentiable in x."""
         return _Product.apply(x, self)
+
+
+def _check(edge_index: Tensor, num_nodes: int) -> None:
+    if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype != torch.int64:
+        raise ValueError(
+            f"`edge_index` must be int64 of shape (2, E), got {edge_index.dtype} of shape {tuple(edge_index.shape)}"
+        )
+    if edge_index.numel():
+        low, high = (int(bound) for bound in edge_index.aminmax())
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"`edge_index` must hold node ids from 0 to {num_nodes - 1}, got {low if low < 0 else high}"
+            )
 
 
 def _keys(rows: Tensor, columns: Tensor, n: int) -> Tensor:

@@ -22,8 +22,9 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from randombatch.attention.projected import projected_attention
-from randombatch.division import check_batch_size
+from randombatch.division import check_batch_size, draw_seed
 from randombatch.models.dense import Dense
+from randombatch.models.features import SparseFeatures
 from randombatch.models.propagation import Adjacency
 from randombatch.nn.draws import Draws, mean
 
@@ -38,6 +39,11 @@ def check_full(num_nodes: int) -> None:
             f"full attention is limited to graphs of {FULL_LIMIT:,} nodes, this one has {num_nodes:,} "
             f"({num_nodes**2 * 4 / 1e9:,.0f} GB of weights): use attention 'random-batch'"
         )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
 
 
 class GlobalAttention(Draws, nn.Module):
@@ -117,12 +123,12 @@ class TransformerBranch(nn.Module):
             Dense(channels, channels, linear=False, norm=norm, relu=use_act, dropout=dropout) for _ in range(layers)
         )
 
-    def forward(self, x: Tensor, ptr: Tensor | None) -> Tensor:
-        x = self.stem(x)
+    def forward(self, x: Tensor | SparseFeatures, ptr: Tensor | None) -> Tensor:
+        h = self.stem(x)
         for attention, end in zip(self.attentions, self.ends, strict=True):
-            attended = attention(x, ptr)
-            x = end(torch.lerp(x, attended, self.alpha) if self.use_residual else attended)
-        return x
+            attended = attention(h, ptr)
+            h = end(torch.lerp(h, attended, self.alpha) if self.use_residual else attended)
+        return h
 
 
 class GraphBranch(nn.Module):
@@ -141,14 +147,14 @@ class GraphBranch(nn.Module):
             Dense(width, channels, linear=linear, norm=norm, relu=use_act, dropout=dropout) for _ in range(layers)
         )
 
-    def forward(self, x: Tensor, adjacency: Adjacency) -> Tensor:
-        x = first = self.stem(x)
+    def forward(self, x: Tensor | SparseFeatures, adjacency: Adjacency) -> Tensor:
+        g = first = self.stem(x)
         for layer in self.layers:
-            x = adjacency @ x
+            g = adjacency @ g
             if self.use_init:
-                x = torch.cat([x, first], 1)
-            x = layer(x, first if self.use_residual else None)
-        return x
+                g = torch.cat([g, first], 1)
+            g = layer(g, first if self.use_residual else None)
+        return g
 
 
 class PlainGraphBranch(nn.Module):
@@ -172,14 +178,17 @@ class PlainGraphBranch(nn.Module):
             elif isinstance(module, nn.BatchNorm1d):
                 module.reset_parameters()
 
-    def forward(self, x: Tensor, adjacency: Adjacency) -> Tensor:
+    def forward(self, x: Tensor | SparseFeatures, adjacency: Adjacency) -> Tensor:
+        g = x
         for number, linear in enumerate(self.linears):
             assert isinstance(linear, nn.Linear)
             # Project first: the graph product is then as narrow as can be.
-            x = (adjacency @ nnf.linear(x, linear.weight)).add_(linear.bias)
+            g = g.linear(linear.weight) if isinstance(g, SparseFeatures) else nnf.linear(g, linear.weight)
+            g = (adjacency @ g).add_(linear.bias)
             if number < len(self.ends):
-                x = self.ends[number](x)
-        return x
+                g = self.ends[number](g)
+        assert isinstance(g, Tensor)
+        return g
 
 
 class SGFormer(nn.Module):
@@ -207,6 +216,7 @@ class SGFormer(nn.Module):
         gnn_use_init: convolutions see the input layer's output beside their own input.
         gnn_use_act: ReLU behind every convolution.
         gnn_plain: a plain GCN from the features on instead (of the options above only dropout, layers, batch norm).
+        input_dropout: of the features, in front of both branches.
         use_graph: False leaves the graph branch out.
         graph_weight: share of the graph branch ("add").
         aggregate: "add", or "cat" to put both branches side by side.
@@ -236,6 +246,7 @@ class SGFormer(nn.Module):
         gnn_use_init: bool = False,
         gnn_use_act: bool = True,
         gnn_plain: bool = False,
+        input_dropout: float = 0.0,
         use_graph: bool = True,
         graph_weight: float = 0.5,
         aggregate: str = "add",
@@ -246,6 +257,14 @@ class SGFormer(nn.Module):
         if aggregate not in ("add", "cat"):
             raise ValueError(f"`aggregate` must be 'add' or 'cat', got {aggregate!r}")
         check_batch_size(batch_size)
+        _at_least("trans_num_layers", trans_num_layers, 0)
+        _at_least("trans_num_heads", trans_num_heads, 1)
+        for name, share in (("alpha", alpha), ("graph_weight", graph_weight)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"`{name}` must lie in [0, 1], got {share}")
+        # A plain GCN without layers would hand on the features, which have another width.
+        _at_least("gnn_num_layers", gnn_num_layers, 1 if gnn_plain else 0)
+        self.input = Dense(in_channels, in_channels, linear=False, relu=False, dropout=input_dropout)
         self.trans = TransformerBranch(
             in_channels, hidden_channels, trans_num_layers, trans_num_heads, trans_dropout, attention=attention,
             batch_size=batch_size, use_bn=trans_use_bn, use_residual=trans_use_residual,
@@ -265,11 +284,13 @@ class SGFormer(nn.Module):
         self._cached: tuple[weakref.ref, int, Adjacency] | None = None
 
     def reset_parameters(self) -> None:
-        for module in self.modules():
-            if isinstance(module, (Dense, GlobalAttention, PlainGraphBranch, nn.Linear)):
-                module.reset_parameters()
-        if isinstance(self.graph, PlainGraphBranch):
-            self.graph.reset_parameters()  # last: it starts its linear layers in its own way
+        """As it was built: the same seed gives the same weights."""
+        for branch in filter(None, (self.trans, self.graph, self.out)):
+            for module in branch.modules():
+                if isinstance(module, (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)):
+                    module.reset_parameters()
+            if isinstance(branch, PlainGraphBranch):
+                branch.reset_parameters()  # once more: it starts its linear layers in its own way
 
     def branches(self) -> dict[str, list[nn.Parameter]]:
         """Parameters of the transformer branch, and those of the graph branch with the output layer."""
@@ -279,7 +300,7 @@ class SGFormer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | SparseFeatures,
         edge_index: Tensor | Adjacency,
         ptr: Tensor | None = None,
         nodes: Tensor | None = None,
@@ -287,7 +308,7 @@ class SGFormer(nn.Module):
         """Logits `(N, out_channels)`.
 
         Args:
-            x: `(N, in_channels)`.
+            x: `(N, in_channels)`; as `SparseFeatures` where most entries are zero.
             edge_index: `(2, E)` arcs (their normalised matrix is kept until another tensor comes), or an `Adjacency`.
             ptr: boundaries of graphs, from 0 to N; None is one graph.
             nodes: ids of the nodes that are asked for (default: all): only these attend to each other and come out,
@@ -295,21 +316,29 @@ class SGFormer(nn.Module):
         """
         if nodes is not None and ptr is not None:
             raise ValueError("`nodes` and `ptr` cannot be combined: the boundaries of chosen nodes are not known")
+        if self.training and self.input.dropout:
+            if isinstance(x, SparseFeatures):
+                x = x.dropout(self.input.dropout, int(draw_seed()))
+            else:
+                x = self.input(x)
         h = self.trans(x if nodes is None else x[nodes], ptr)
         if self.graph is not None:
-            g = self.graph(x, self._adjacency(edge_index, len(x)))
+            g = self.graph(x, self._adjacency(edge_index, x))
             g = g if nodes is None else g[nodes]
             h = torch.cat([h, g], 1) if self.aggregate == "cat" else torch.lerp(h, g, self.graph_weight)
         return self.out(h)
 
-    def _adjacency(self, edge_index: Tensor | Adjacency, num_nodes: int) -> Adjacency:
+    def _adjacency(self, edge_index: Tensor | Adjacency, x: Tensor | SparseFeatures) -> Adjacency:
         if isinstance(edge_index, Adjacency):
+            if edge_index.num_nodes != len(x):
+                raise ValueError(f"the adjacency matrix has {edge_index.num_nodes} nodes, `x` has {len(x)} rows")
             return edge_index
         if self._cached is not None:
             seen, version, adjacency = self._cached
-            if seen() is edge_index and version == edge_index._version and adjacency.num_nodes == num_nodes:
+            same = seen() is edge_index and version == edge_index._version
+            if same and adjacency.num_nodes == len(x) and adjacency.dtype == x.dtype:
                 return adjacency
-        adjacency = Adjacency(edge_index, num_nodes)
+        adjacency = Adjacency(edge_index, len(x), x.dtype)
         self._cached = weakref.ref(edge_index), edge_index._version, adjacency
         return adjacency
 

@@ -1,29 +1,29 @@
 """Plots of training runs and comparisons, as PNG files."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 COLOURS = {"none": "#7f7f7f", "origin": "#1f77b4", "full": "#2ca02c", "random-batch": "#d62728"}
 
 
-def _new(width: float, height: float, columns: int = 1):
-    import matplotlib
+def _new(width: float, height: float, columns: int) -> tuple[Any, Any]:
+    """A figure and its axes; without pyplot, whose figures and back end belong to the caller's program."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns)
 
 
 def _save(figure: Any, path: Path) -> None:
     """Atomically, and without the date, so that the same numbers make the same file."""
-    import matplotlib.pyplot as plt
-
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=120, metadata={"Software": None})
-    temporary.replace(path)
-    plt.close(figure)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(temporary, format="png", dpi=120, metadata={"Software": None})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -46,6 +46,8 @@ def plot_curves(folder: Path) -> Path:
             right.plot(epochs, values, color=colour, alpha=0.5, lw=1, label=name if first else None)
     left.set(xlabel="epoch", ylabel="training loss")
     right.set(xlabel="epoch", ylabel="score, %")
+    for axis in (left, right):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     if lines:
         right.legend(frameon=False)
     path = folder / "curves.png"

@@ -83,9 +83,15 @@ def print_epoch(console: Console, result: dict[str, Any]) -> None:
     """`bench epoch`: one training step of each contender in each case."""
     table = Table("case", "model", "allocator", "step s", "median s", "peak GB")
     for row in result["rows"]:
+        if "failed" in row:
+            table.add_row(row["case"], row["name"], row["allocator"], "failed", "", "")
+            continue
         figures = f"{row['train_s']:.3f}", f"{row['train_median_s']:.3f}", f"{row['peak_bytes'] / 1e9:.2f}"
         table.add_row(row["case"], row["name"], row["allocator"], *figures)
     console.print(table)
+    for row in result["rows"]:
+        if "failed" in row:
+            console.print(f"{row['case']} {row['name']} ({row['allocator']}): {row['failed']}", highlight=False)
     print_ratios(console, result["ratios"])
 
 

@@ -10,10 +10,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+T = TypeVar("T")
 FORMAT = "randombatch-checkpoint-1"
 KEEP = 2
 
@@ -87,6 +88,12 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def tidy(self) -> None:
+        """Remove what a killed process left behind: half-written files, and tensors that nothing vouches for."""
+        for path in (*self.folder.glob(".*.tmp"), *self.folder.glob("*.safetensors")):
+            if path.suffix == ".tmp" or not path.with_suffix(".json").exists():
+                path.unlink(missing_ok=True)
+
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write the next checkpoint, then drop all but the last `KEEP`."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,15 +105,19 @@ class Checkpoints:
             for suffix in (".json", ".safetensors"):
                 (self.folder / f"{old:09d}{suffix}").unlink(missing_ok=True)
 
-    def latest(self, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and state of the newest checkpoint that is whole; `warn` hears of those that are not."""
+    def latest(self, warn: Callable[[str], None], use: Callable[[dict[str, Tensor], dict[str, Any]], T]) -> T | None:
+        """What `use` makes of the tensors and state of the newest checkpoint that is whole.
+
+        `warn` hears of those that are not whole, and of those that `use` refuses by a `CheckpointError`.
+        """
         for number in self._numbers():
             path = self.folder / f"{number:09d}.json"
             try:
                 description = _read_description(path)
-                return load_tensors(path.with_suffix(".safetensors"), description["sha256"]), description["state"]
+                tensors = load_tensors(path.with_suffix(".safetensors"), description["sha256"])
+                return use(tensors, description["state"])
             except CheckpointError as error:
-                warn(f"checkpoint refused: {error}; going back to the one before")
+                warn(f"checkpoint {number} refused: {error}; going back to the one before")
         return None
 
     def _numbers(self) -> list[int]:
@@ -118,7 +129,7 @@ class Checkpoints:
 def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{path} is not readable as JSON") from None
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this program (no format {FORMAT!r})")

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from randombatch.machine import machine
 from randombatch.train.checkpoint import write_json
 from randombatch.train.config import Config, ConfigError
+from randombatch.train.job import Interrupted
 from randombatch.train.metrics import mean_and_deviation
 
 CONTROL = "none"
+INTERRUPTED = 130
 
 
 class ChildFailed(RuntimeError):
@@ -35,6 +36,10 @@ def compare(config: Config, attentions: list[str], folder: Path, *, resume: bool
     configs = {name: config.replace(**{"model.attention": name}) for name in attentions}
     if (folder / "result.json").exists() and not resume:
         raise ConfigError(f"{folder} holds a comparison already: continue it with --resume, or choose another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
     results = {}
     for name, one in configs.items():
         results[name] = _run(one, folder / name, resume, quiet)
@@ -54,24 +59,30 @@ def _run(config: Config, folder: Path, resume: bool, quiet: bool) -> dict[str, A
     command += ["--resume"] if resume else []
     command += ["--quiet"] if quiet else []
     try:
-        code = _wait(command)
+        code, stopped = _wait(command)
     finally:
         recipe.unlink(missing_ok=True)
+    if stopped and code != INTERRUPTED:
+        # It was starting or just done; otherwise it has said so itself.
+        raise Interrupted("interrupted: continue with --resume")
     if code:
         raise ChildFailed(config.model.attention, code)
     return json.loads((folder / "result.json").read_text())
 
 
-def _wait(command: list[str]) -> int:
-    """Run a child to its end. Signals are passed on, so that it saves its checkpoint, whoever they were sent to."""
+def _wait(command: list[str]) -> tuple[int, bool]:
+    """Run a child to its end: its code, and whether a signal came. It is passed on: the child saves its checkpoint."""
     # In a session of its own the child hears a terminal's Ctrl-C only once, through us.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    before = {
-        number: signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    received: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append(number)
+        child.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return child.wait()
+        return child.wait(), bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -81,12 +92,15 @@ def summary(config: Config, results: dict[str, dict[str, Any]]) -> dict[str, Any
     """One row for each attention, differences run by run against the control and against origin."""
     rows = [_row(name, result, results) for name, result in results.items()]
     first = next(iter(results.values()))
+    for name, result in results.items():
+        if result["data"] != first["data"] or _pairs(result) != _pairs(first):
+            raise ConfigError(f"the run with attention {name!r} saw other data, seeds or splits: choose another --out")
     verdict, matters = _verdict(rows)
     settings = dataclasses.asdict(config)
     settings["model"]["attention"] = list(results)
     return {
         "settings": settings,
-        "machine": machine(),
+        "machine": first["machine"],
         "data": first["data"],
         "metric": first["metric"],
         "selection": first["selection"],
@@ -97,6 +111,10 @@ def summary(config: Config, results: dict[str, dict[str, Any]]) -> dict[str, Any
         "attention_matters": matters,
         "verdict": verdict,
     }
+
+
+def _pairs(result: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(row["seed"], row["split"]) for row in result["rows"]]
 
 
 def _row(name: str, result: dict[str, Any], results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,13 @@ class TrainConfig:
             _at_least(f"train.{name}", getattr(self, name), least)
         for name in ("patience", "runs", "threads", "seed", "trans_weight_decay", "gnn_weight_decay"):
             _at_least(f"train.{name}", getattr(self, name), 0)
+        for name in ("lr", "trans_weight_decay", "gnn_weight_decay"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"train.{name} must be finite, got {getattr(self, name)}")
         if not self.lr > 0:
             raise ConfigError(f"train.lr must be positive, got {self.lr}")
+        if self.seed >= 1 << 62:
+            raise ConfigError(f"train.seed must be below 2^62, got {self.seed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +138,7 @@ class Config:
         for section, table in dataclasses.asdict(self).items():
             lines.append(f"[{section}]")
             options = table.pop("options", {})
-            lines += [f"{name} = {json.dumps(value)}" for name, value in {**table, **options}.items()]
+            lines += [f"{name} = {_toml(value)}" for name, value in {**table, **options}.items()]
             lines.append("")
         return "\n".join(lines)
 
@@ -142,12 +148,17 @@ def from_tables(tables: dict[str, Any], where: str = "") -> Config:
     kinds: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
     sections = {}
     for section, table in tables.items():
-        if section not in kinds or not isinstance(table, dict):
+        if section not in kinds:
             raise ConfigError(f"{where}unknown section [{section}]: {_nearest(section, list(kinds))}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}{section} must be a section of settings, got {table!r}")
         fields = {f.name: f for f in dataclasses.fields(kinds[section])}
-        own, options = {}, dict(table.get("options", {}))
+        own, options = {}, table.get("options", {})
+        if not isinstance(options, dict):
+            raise ConfigError(f"{where}{section}.options must be a table of settings, got {options!r}")
+        options = dict(options)
         for name, value in table.items():
-            if name == "options":
+            if name == "options" and name in fields:
                 continue
             if name in fields:
                 own[name] = _typed(f"{section}.{name}", value, fields[name].type)
@@ -162,7 +173,7 @@ def from_tables(tables: dict[str, Any], where: str = "") -> Config:
 def load_config(recipe: str | Path) -> Config:
     """A recipe by name (`cora`) or by path (`my.toml`)."""
     path = Path(recipe)
-    if path.suffix != ".toml" and not path.exists():
+    if path.suffix != ".toml" and not path.is_file():
         path = RECIPES / f"{recipe}.toml"
         if not path.exists():
             raise ConfigError(f"unknown recipe {str(recipe)!r}: {_nearest(str(recipe), recipe_names())}")
@@ -174,6 +185,8 @@ def load_config(recipe: str | Path) -> Config:
         import tomli as tomllib
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return from_tables(tables, where=f"{path}: ")
@@ -184,14 +197,21 @@ def recipe_names() -> list[str]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`train.lr=0.01` -> ("train.lr", 0.01); values as in TOML, bare words are strings."""
+    """`train.lr=0.01` -> ("train.lr", 0.01); values as in TOML (or Python's True and False), bare words are strings."""
     name, equals, value = text.partition("=")
     if not equals or "." not in name:
         raise ConfigError(f"--set wants section.name=value, such as train.lr=0.01, got {text!r}")
     try:
         return name.strip(), json.loads(value)
     except json.JSONDecodeError:
-        return name.strip(), value.strip()
+        value = value.strip()
+        # As text both would count as true.
+        return name.strip(), value == "True" if value in ("True", "False") else value
+
+
+def _toml(value: Any) -> str:
+    """TOML reads what JSON writes, but for surrogate pairs and the bare control character 127."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
@@ -214,5 +234,6 @@ def _at_least(name: str, value: float, least: float) -> None:
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
+    return f"did you mean {lower[close[0]]!r}?" if close else f"choose from {', '.join(known)}"

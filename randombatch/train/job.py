@@ -11,9 +11,11 @@ curves.png           loss and scores
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from randombatch import data
 from randombatch.data.graph import Graph
 from randombatch.machine import Peak, machine
 from randombatch.models.sgformer import check_full
-from randombatch.train.checkpoint import Checkpoints, save_tensors, write_atomically, write_json
+from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, from_tables
 from randombatch.train.loop import Problem, Run, TrainingError, run_to_end
 from randombatch.train.metrics import mean_and_deviation
@@ -67,13 +70,15 @@ def train(config: Config, folder: Path, *, resume: bool = False, display: Displa
     display = display or Display(quiet=True)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    _check_device(config.train.device)
+    check_device(config.train.device)
     if resume and (folder / "result.json").exists():
         _check_same(config, folder)
         return json.loads((folder / "result.json").read_text())
     graph = load_graph(config)
     if graph.ptr is not None and config.train.minibatch != "full":
         raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
+    if config.model.name != "sgformer" and config.train.minibatch == "all-edges":
+        raise ConfigError(f"{config.model.name} cannot attend to a part of the nodes: set train.minibatch to 'induced'")
     problem = Problem(graph, config)
     _check_model(problem)
     _prepare(config, folder, resume)
@@ -88,7 +93,8 @@ class Job:
 
     def __init__(self, problem: Problem, folder: Path, display: Display) -> None:
         self.problem, self.folder, self.display = problem, folder, display
-        self.config, self.graph = problem.config, problem.graph
+        graph = self.graph = problem.graph
+        self.config = problem.config
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.metrics = folder / "metrics.jsonl"
         self.finished: list[dict[str, Any]] = []
@@ -96,6 +102,8 @@ class Job:
         self.saved_at, self.saved_epoch = time.monotonic(), 0
         self.peak, self.earlier_peak = Peak(), 0
         self.num_parameters = 0
+        data = f"{graph.num_nodes} {graph.num_edges} {graph.split_hash()}"
+        self.identity = hashlib.sha256(f"{self.config.to_toml()}{data}".encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
         runs = self.config.train.runs or (self.graph.num_splits if self.graph.num_splits > 1 else 5)
@@ -114,22 +122,36 @@ class Job:
         return self._write_result()
 
     def _restore(self) -> Run | None:
-        found = self.checkpoints.latest(lambda message: self.display.line(f"warning: {message}"))
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        self.checkpoints.tidy()
+        found = self.checkpoints.latest(lambda message: self.display.line(f"warning: {message}"), self._use)
+        # Lines behind the checkpoint would come twice.
+        run, state = found or (None, {"written": 0})
+        self._truncate(state["written"])
         if found is None:
-            # Nothing usable: lines of an earlier attempt would come twice.
-            self._truncate(0)
             return None
-        tensors, state = found
         self.finished, self.written = state["finished"], state["written"]
         self.earlier_peak, self.num_parameters = state["peak_bytes"], state["num_parameters"]
-        self._truncate(self.written)
-        if state["current"] is None:
-            return None
-        run = Run(self.problem, state["current"]["number"])
-        run.restore(tensors, state["current"])
-        self.display.line(f"continuing run {run.number + 1} after epoch {run.epoch}")
-        self.saved_epoch = run.epoch
+        if run is not None:
+            self.display.line(f"continuing run {run.number + 1} after epoch {run.epoch}")
+            self.saved_epoch = run.epoch
         return run
+
+    def _use(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> tuple[Run | None, dict[str, Any]]:
+        """The run that a checkpoint continues (None: between two), if the checkpoint is this job's."""
+        if state.get("job") != self.identity:
+            raise CheckpointError("it is of another job (other settings or data)")
+        if not self.metrics.exists() or self.metrics.stat().st_size < state["written"]:
+            raise CheckpointError(f"{self.metrics} has lost lines that it counts")
+        if state["current"] is None:
+            return None, state
+        run = Run(self.problem, state["current"]["number"])
+        try:
+            run.restore(tensors, state["current"])
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"it does not fit this model: {str(error).splitlines()[-1].strip()}") from None
+        return run, state
 
     def _truncate(self, size: int) -> None:
         with self.metrics.open("ab") as file:
@@ -155,9 +177,11 @@ class Job:
             self.save(run)
 
     def save(self, run: Run | None) -> None:
+        if run is not None:
+            run.check_finite(run.model.state_dict().values(), "weights")
         tensors, current = run.state() if run is not None else ({"empty": torch.zeros(1)}, None)
         state = {
-            "finished": self.finished, "written": self.written, "peak_bytes": self.peak_bytes(),
+            "job": self.identity, "finished": self.finished, "written": self.written, "peak_bytes": self.peak_bytes(),
             "num_parameters": self.num_parameters, "current": current,
         }  # fmt: skip
         with self.metrics.open("ab") as file:
@@ -194,7 +218,7 @@ class Job:
             "score_mean": mean,
             "score_std": deviation,
             "val_mean": mean_and_deviation([r["val"] for r in self.finished])[0],
-            "seconds_per_epoch": mean_and_deviation([r["seconds_per_epoch"] for r in self.finished])[0],
+            "seconds_per_epoch": statistics.median(r["seconds_per_epoch"] for r in self.finished),
             "peak_bytes": self.peak_bytes(),
             "rows": self.finished,
             "ratios": {},
@@ -213,7 +237,7 @@ def _prepare(config: Config, folder: Path, resume: bool) -> None:
         if not resume:
             raise ConfigError(f"{folder} holds a job already: continue it with --resume, or choose another --out")
         _check_same(config, folder)
-    elif folder.is_dir() and any(p.name != ".lock" for p in folder.iterdir()):
+    elif folder.is_dir() and any(p.name != ".lock" and p.suffix != ".tmp" for p in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no job: choose another folder with --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -262,12 +286,14 @@ def _check_model(problem: Problem) -> None:
         check_full(sizes)
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
     try:
-        device = torch.device(name)
+        kind = torch.device(name).type
     except RuntimeError:
-        raise ConfigError(f"train.device {name!r} does not exist: use 'cpu' or 'cuda'") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"train.device {name!r} does not exist: use 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is 'cuda', but torch sees no CUDA device here: use 'cpu'")
 
 
@@ -294,4 +320,4 @@ class _Signals:
             signal.signal(number, handler)
 
 
-__all__ = ["Interrupted", "Job", "TrainingError", "load_graph", "train"]
+__all__ = ["Interrupted", "Job", "TrainingError", "check_device", "load_graph", "train"]

@@ -1,8 +1,9 @@
 """One training run: model, optimiser, best weights, and the state that a checkpoint needs to continue it bit by bit."""
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from randombatch.data.graph import Graph
+from randombatch.models.features import SparseFeatures
 from randombatch.models.peers import build_model
 from randombatch.models.propagation import Adjacency
 from randombatch.train import metrics
@@ -27,7 +29,11 @@ class Problem:
     def __init__(self, graph: Graph, config: Config) -> None:
         device = torch.device(config.train.device)
         self.graph, self.config, self.device = graph, config, device
-        self.x, self.y = graph.x.to(device), graph.y.to(device)
+        self.y = graph.y.to(device)
+        self.x: Tensor | SparseFeatures = graph.x.to(device)
+        whole = config.model.name == "sgformer" and config.train.minibatch == "full"
+        if whole and SparseFeatures.pays(self.x):
+            self.x = SparseFeatures(self.x)
         self.ptr = graph.ptr
         self.edge_index = graph.edge_index
         self.edges: Tensor | Adjacency
@@ -63,7 +69,7 @@ class Run:
         self.is_train = graph.train_mask[:, self.split]
         self.epoch, self.step = 0, 0
         self.loss_sum, self.loss_count = 0.0, 0
-        self.seconds = 0.0
+        self.seconds = [0.0]  # of every epoch, the last one being the current one
         self.scores: dict[str, float] = {}
         self.best: dict[str, Any] = {"epoch": -1, "val": -math.inf}
         self.best_weights: dict[str, Tensor] = {}
@@ -95,7 +101,7 @@ class Run:
         ):
             start = time.perf_counter()
             self._train(step)
-            self.seconds += time.perf_counter() - start
+            self.seconds[-1] += time.perf_counter() - start
             self.step += 1
             yield
 
@@ -130,15 +136,26 @@ class Run:
         self.loss_sum += value
         self.loss_count += 1
 
+    def check_finite(self, values: Iterable[Tensor], what: str) -> None:
+        """A loss is finite one step longer than the weights and logits behind it."""
+        if not all(bool(t.isfinite().all()) for t in values):
+            raise TrainingError(
+                f"{what} became infinite or NaN in epoch {self.epoch + bool(self.step)} of run {self.number + 1}: "
+                f"the last good checkpoint is kept; try a smaller train.lr (now {self.problem.config.train.lr})"
+            )
+
     def finish_epoch(self) -> dict[str, Any] | None:
         """Evaluate where it is due: a line for `metrics.jsonl`, or None."""
         train = self.problem.config.train
         loss = self.loss_sum / max(1, self.loss_count)
         self.epoch, self.step, self.loss_sum, self.loss_count = self.epoch + 1, 0, 0.0, 0
         self.loss = loss
+        self.seconds.append(0.0)
         if self.epoch % train.eval_every and self.epoch < train.epochs:
             return None
-        self.scores = metrics.scores(self.problem.graph.metric, self.logits(), self.problem.y, self.masks)
+        logits = self.logits()
+        self.check_finite([logits], "logits")
+        self.scores = metrics.scores(self.problem.graph.metric, logits, self.problem.y, self.masks)
         if self.scores["val"] > self.best["val"]:
             self.best = {"epoch": self.epoch - 1, **self.scores}
             self.best_weights = {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
@@ -158,7 +175,8 @@ class Run:
     def result(self) -> dict[str, Any]:
         """One row of `result.json`."""
         best = {name: self.best[name] for name in ("train", "val", "test")}
-        per_epoch = self.seconds / max(1, self.epoch)
+        # The first epoch of a process is slower, and others may be disturbed.
+        per_epoch = statistics.median(self.seconds[: self.epoch])
         return {
             "name": f"run {self.number}", "run": self.number, "seed": self.seed, "split": self.split,
             "best_epoch": self.best["epoch"] + 1, "epochs": self.epoch, **best, "seconds_per_epoch": per_epoch,

@@ -1,5 +1,6 @@
 """Class probabilities of all nodes from a finished run."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from randombatch.nn.draws import Draws
 from randombatch.permutation import fold_in
 from randombatch.train.checkpoint import CheckpointError, load_tensors, write_atomically
 from randombatch.train.config import ConfigError, load_config
-from randombatch.train.job import load_graph
+from randombatch.train.job import check_device, load_graph
 from randombatch.train.loop import Problem, Run
 
 
@@ -36,7 +37,10 @@ def predict(folder: Path, *, run: int | None = None, rounds: int = 1, dataset: s
         raise ConfigError(f"{folder} is not the folder of a training run (no config.toml)")
     config = load_config(folder / "config.toml")
     if dataset is not None:
-        config = config.replace(**{"data.dataset": dataset})
+        # Options and splits are those of the graph that it was trained on.
+        there = dataclasses.replace(config.data, dataset=dataset, options={}, split="stored", num_splits=0)
+        config = dataclasses.replace(config, data=there)
+    check_device(config.train.device)
     number = _best_run(folder) if run is None else run
     path = folder / f"best-{number}.safetensors"
     if not path.is_file():
@@ -50,17 +54,21 @@ def predict(folder: Path, *, run: int | None = None, rounds: int = 1, dataset: s
         ) from None
     layers = [m for m in one.model.modules() if isinstance(m, Draws)]
     seeds = [layer.eval_seed for layer in layers]
-    total = squares = torch.zeros(())
+    first = total = squares = torch.zeros(())
     for r in range(rounds):
         for layer, seed in zip(layers, seeds, strict=True):
             # The first round is what evaluation saw in training.
             layer.eval_seed = seed if r == 0 else fold_in(seed, r)
         probabilities = one.logits().double().softmax(1).cpu()
-        total, squares = total + probabilities, squares + probabilities.square()
-    mean = total / rounds
+        if r == 0:
+            first = probabilities
+        # Differences from the first round: where rounds are equal the error is zero, not rounding.
+        change = probabilities - first
+        total, squares = total + change, squares + change.square()
+    mean = first + total / rounds
     result = {"probabilities": mean.float().numpy(), "prediction": mean.argmax(1).numpy(), "run": np.int64(number)}
     if rounds > 1:
-        variance = ((squares / rounds - mean.square()).clamp(min=0) * (rounds / (rounds - 1))) / rounds
+        variance = (squares / rounds - (total / rounds).square()).clamp(min=0) / (rounds - 1)
         result["stderr"] = variance.sqrt().float().numpy()
     return result
 
@@ -76,5 +84,7 @@ def _best_run(folder: Path) -> int:
     path = folder / "result.json"
     if not path.is_file():
         raise ConfigError(f"{folder} is not finished: finish it with `randombatch train --resume`, or name a --run")
-    rows = json.loads(path.read_text())["rows"]
-    return max(rows, key=lambda row: row["val"])["run"]
+    try:
+        return max(json.loads(path.read_text())["rows"], key=lambda row: row["val"])["run"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"{path} is not the result of a training run: name a --run") from None

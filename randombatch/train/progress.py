@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from randombatch.train.loop import Run
 
 SECONDS_BETWEEN_LINES = 10.0
+WIDE = 100  # columns; below, the bar and the count of epochs need the room
 
 
 class Display:
@@ -51,7 +52,9 @@ class Display:
             return
         figures = f"loss {run.loss:.4f}"
         if run.scores:
-            figures += f"  val {100 * run.scores['val']:.2f}  best {100 * run.best['val']:.2f}"
+            figures += f"  val {100 * run.scores['val']:.2f}"
+            if self._progress is None or self._progress.console.width >= WIDE:
+                figures += f"  best {100 * run.best['val']:.2f}"
         figures += f"  {peak_bytes / 1e9:.2f} GB"
         done = run.number * self.epochs + run.epoch
         if self._progress is not None:

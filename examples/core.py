@@ -1,6 +1,6 @@
 """The core in one minute: what random batches cost, what they change, and how to put them into a model you have.
 
-python examples/demo.py
+python examples/core.py
 """
 
 import torch
