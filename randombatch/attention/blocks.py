@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import sys
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -61,15 +62,19 @@ def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
 class Scratch:
     """Buffers by name, allocated at their first use and handed out again for every block.
 
-    They are cut from slabs, because allocators serve a few large requests better than many middling ones: a slab stays
-    with the process between steps and is backed by huge pages where there are any.
+    They are cut from slabs, because allocators serve a few large requests better than many middling ones, backed by huge
+    pages where there are any. A few slabs stay with the process for the next `Scratch`: the kernel would clear them
+    anew each time. A view is good for as long as its `Scratch` lives.
     """
 
     SLAB_BYTES = 1 << 24
+    SPARE_SLABS = 4
+    _spare: ClassVar[dict[torch.device, list[Tensor]]] = {}
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._slab = torch.empty(0, dtype=torch.uint8, device=device)
+        self._slabs: list[Tensor] = []
         self._used = 0
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._views: dict[tuple, Tensor] = {}
@@ -89,10 +94,23 @@ class Scratch:
     def _cut(self, size: int) -> Tensor:
         padded = -(-size // 64) * 64
         if self._used + padded > self._slab.numel():
-            self._slab = new_rows(self._slab, max(padded, self.SLAB_BYTES))
+            spare = self._spare.get(self.device)
+            if padded <= self.SLAB_BYTES and spare:
+                self._slab = spare.pop()
+            else:
+                self._slab = new_rows(self._slab, max(padded, self.SLAB_BYTES))
+            self._slabs.append(self._slab)
             self._used = 0
         self._used += padded
         return self._slab[self._used - padded :][:size]
+
+    def __del__(self) -> None:
+        # Where uninitialised memory is filled on purpose, used memory must not come back.
+        if self.device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+            return
+        spare = self._spare.setdefault(self.device, [])
+        usual = [slab for slab in self._slabs if slab.numel() == self.SLAB_BYTES]
+        spare += usual[: max(0, self.SPARE_SLABS - len(spare))]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

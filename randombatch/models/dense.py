@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from randombatch.attention.blocks import Scratch, rows_per_block
+from randombatch.attention.blocks import Scratch, new_rows, rows_per_block
 from randombatch.division import draw_seed
 from randombatch.models.dropout import dropout_bits, lanes_and_scale
 from randombatch.models.features import SparseFeatures
@@ -93,7 +93,8 @@ class Dense(nn.Module):
         t = nnf.relu(t) if self.relu else t
         lanes, scale = self._drop()
         if lanes:
-            bits = dropout_bits(Scratch(x.device, x.dtype), 0, len(t), t.shape[1], seed)
+            scratch = Scratch(x.device, x.dtype)
+            bits = dropout_bits(scratch, 0, len(t), t.shape[1], seed)
             t = t * (bits >= lanes) * scale
         return t if residual is None else t + residual
 
@@ -188,7 +189,7 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, gain, shift, residual, mean, var, spec):
         blocks = _Blocks(x, weight, bias, spec)
-        out = x.new_empty(len(x), blocks.width)
+        out = new_rows(x, len(x), blocks.width)
         ctx.fixed_moments = mean is not None
         if spec.norm == "batch":
             if mean is None:
@@ -268,7 +269,7 @@ class _Backward:
 
     def run(self, needs_dx: bool) -> tuple[Tensor | None, ...]:
         blocks, spec = self.blocks, self.blocks.spec
-        dx = torch.empty_like(blocks.x, memory_format=torch.contiguous_format) if needs_dx else None
+        dx = new_rows(blocks.x, *blocks.x.shape) if needs_dx else None
         waiting = self._waiting(dx) if self.centred else None
         for rows in blocks:
             if waiting is None:
@@ -289,10 +290,10 @@ class _Backward:
         return dx, self.dweight, self.dbias, *norms
 
     def _waiting(self, dx: Tensor | None) -> tuple[Tensor, Tensor]:
-        fresh = [torch.empty_like(self.grad, memory_format=torch.contiguous_format)]
+        first = new_rows(self.grad, *self.grad.shape)
         # The rows of dx are written after the last use of these.
-        fresh.append(dx if dx is not None and dx.shape == self.grad.shape else torch.empty_like(fresh[0]))
-        return fresh[0], fresh[1]
+        same = dx is not None and dx.shape == self.grad.shape
+        return first, dx if same and dx is not None else new_rows(self.grad, *self.grad.shape)
 
     def _through_activation(self, rows: slice, t: Tensor, back: Tensor) -> Tensor:
         """The gradient in front of ReLU and dropout, up to dropout's scale."""

@@ -52,7 +52,8 @@ class SparseFeatures:
         kept.__dict__.update(self.__dict__)
         lanes, scale = lanes_and_scale(probability)
         n = len(self.values)
-        bits = dropout_bits(Scratch(self.device, self.dtype), 0, -(-n // 4), 4, seed).flatten()[:n]
+        scratch = Scratch(self.device, self.dtype)
+        bits = dropout_bits(scratch, 0, -(-n // 4), 4, seed).flatten()[:n]
         kept.values = self.values * (bits >= lanes) * scale
         return kept
 

@@ -5,6 +5,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from randombatch.attention.blocks import new_rows
+
 
 class Adjacency:
     """A^ = D^-1/2 (A + I) D^-1/2 as a sparse matrix; D counts incoming arcs and the self-loop, as SGFormer does.
@@ -100,4 +102,6 @@ class _Product(torch.autograd.Function):
 def _product(matrix: Tensor, x: Tensor) -> Tensor:
     if x.dtype != matrix.dtype:
         matrix = matrix.to(x.dtype)
-    return matrix @ x
+    out = new_rows(x, matrix.shape[0], x.shape[1])
+    # `matrix @ x` would clear its result first; with beta = 0 what `out` holds is never read.
+    return torch.addmm(out, matrix, x, beta=0, out=out)

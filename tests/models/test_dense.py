@@ -60,10 +60,10 @@ def test_batch_norm_keeps_its_digits_far_from_zero(monkeypatch) -> None:
 
 
 def test_dropout_bits_are_uniform_and_independent_of_blocks() -> None:
-    bits = dropout_bits(Scratch(torch.device("cpu"), torch.float32), 0, 4000, 10, seed=3).clone()
-    part = dropout_bits(Scratch(torch.device("cpu"), torch.float32), 1000, 500, 10, seed=3)
-    assert torch.equal(bits[1000:1500], part)
-    other = dropout_bits(Scratch(torch.device("cpu"), torch.float32), 0, 4000, 10, seed=4)
+    scratch = Scratch(torch.device("cpu"), torch.float32)
+    bits = dropout_bits(scratch, 0, 4000, 10, seed=3).clone()
+    assert torch.equal(bits[1000:1500], dropout_bits(scratch, 1000, 500, 10, seed=3))
+    other = dropout_bits(scratch, 0, 4000, 10, seed=4)
     assert (bits == other).float().mean() < 1e-3
     # Chi-square over 16 cells: 15 degrees of freedom, standard deviation 5.5.
     for sample in (bits.flatten(), bits[:, 0], bits[:, 3], bits[::2].flatten()):
