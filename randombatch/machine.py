@@ -79,9 +79,6 @@ def keep_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     library = ctypes.CDLL(None)
-    mmap_max, trim_threshold, top_pad = -4, -1, -2
-    return bool(
-        library.mallopt(mmap_max, 0)
-        and library.mallopt(trim_threshold, 2**31 - 1)
-        and library.mallopt(top_pad, 1 << 26)
-    )
+    # Nothing is mapped apart, nothing at the end of the heap goes back (-1: never), and the heap grows by 64 MB.
+    settings = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 1 << 26)}
+    return all([bool(library.mallopt(*setting)) for setting in settings.values()])

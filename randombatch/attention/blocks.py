@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import sys
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -62,9 +63,9 @@ def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
 class Scratch:
     """Buffers by name, allocated at their first use and handed out again for every block.
 
-    They are cut from slabs, because allocators serve a few large requests better than many middling ones, backed by huge
-    pages where there are any. A few slabs stay with the process for the next `Scratch`: the kernel would clear them
-    anew each time. A view is good for as long as its `Scratch` lives.
+    They are cut from slabs, because allocators serve a few large requests better than many middling ones, backed by
+    huge pages where there are any. A few slabs stay with the process for the next `Scratch`: the kernel would clear
+    them anew each time. A view is good for as long as its `Scratch` lives.
     """
 
     SLAB_BYTES = 1 << 24
@@ -78,6 +79,7 @@ class Scratch:
         self._used = 0
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._views: dict[tuple, Tensor] = {}
+        self._constants: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised contiguous tensor of this shape; a second call under the same name may alias the first."""
@@ -90,6 +92,13 @@ class Scratch:
                 buffer = self._buffers[name, dtype] = self._cut(size * dtype.itemsize).view(dtype)
             view = self._views[name, dtype, shape] = buffer[:size].view(shape)
         return view
+
+    def constant(self, name: str, size: int, make: Callable[[int], Tensor]) -> Tensor:
+        """`make(size)`, made once; a shorter one is the beginning of a longer one."""
+        kept = self._constants.get(name)
+        if kept is None or len(kept) < size:
+            kept = self._constants[name] = make(size)
+        return kept[:size]
 
     def _cut(self, size: int) -> Tensor:
         padded = -(-size // 64) * 64

@@ -4,8 +4,9 @@
 
 Written with `torch.nn`, each arrow keeps an array of the size of y for the backward pass and goes to memory and back;
 and dropout alone, whose generator runs on one core, takes longer than the matrix product. Here a block of rows stays in
-the cache from x to y, only x is kept, and dropout's bits are a hash of (seed, row, column): the backward pass computes
-them again. Batch norm takes a second pass over the rows, since its statistics come first.
+the cache from x to y, only x is kept (and x W' in wide layers with batch norm), and dropout's bits are a hash of (seed,
+row, column): the backward pass computes them again. Batch norm takes a second pass over the rows, since its statistics
+come first.
 
 `naive` says the same with `torch.nn.functional`, and is what the tests compare with.
 
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 
 from randombatch.attention.blocks import Scratch, new_rows, rows_per_block
 from randombatch.division import draw_seed
-from randombatch.models.dropout import dropout_bits, lanes_and_scale
+from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
 from randombatch.models.features import SparseFeatures
 
 NORMS = (None, "layer", "batch")
+# From this width on batch norm keeps x W' for the backward pass: computing it again takes longer than fetching it.
+KEEP_FROM = 128
 
 
 class Dense(nn.Module):
@@ -95,7 +98,7 @@ class Dense(nn.Module):
         if lanes:
             scratch = Scratch(x.device, x.dtype)
             bits = dropout_bits(scratch, 0, len(t), t.shape[1], seed)
-            t = t * (bits >= lanes) * scale
+            t = t * (bits >= least_kept(lanes)) * scale
         return t if residual is None else t + residual
 
     def _drop(self) -> tuple[int, float]:
@@ -162,7 +165,7 @@ class _Blocks:
     def drop(self, values: Tensor, rows: slice) -> None:
         if self.spec.lanes:
             bits = dropout_bits(self.scratch, rows.start, len(values), self.width, self.spec.seed)
-            _pass_where(values, bits, self.spec.lanes - 0.5, out=values)
+            _pass_where(values, bits, least_kept(self.spec.lanes) - 0.5, out=values)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.mul(a, b, out=self.scratch("product", *a.shape))
@@ -191,9 +194,12 @@ class _Dense(torch.autograd.Function):
         blocks = _Blocks(x, weight, bias, spec)
         out = new_rows(x, len(x), blocks.width)
         ctx.fixed_moments = mean is not None
+        kept = None
         if spec.norm == "batch":
             if mean is None:
-                mean, var = blocks.moments(out)
+                keep = weight is not None and blocks.width >= KEEP_FROM and any(ctx.needs_input_grad)
+                kept = new_rows(x, *out.shape) if keep else None
+                mean, var = blocks.moments(out if kept is None else kept)
             elif bias is not None:
                 mean = mean - bias
         factor, offset = _affine(spec, gain, shift, mean, var, x.dtype)
@@ -202,7 +208,8 @@ class _Dense(torch.autograd.Function):
             if spec.norm == "layer":
                 _layer_norm(blocks, blocks.linear(rows), factor, offset, y)
             else:
-                t = y if spec.norm == "batch" and not ctx.fixed_moments else blocks.linear(rows, y)
+                done = spec.norm == "batch" and not ctx.fixed_moments
+                t = (y if kept is None else kept[rows]) if done else blocks.linear(rows, y)
                 if spec.norm == "batch":
                     torch.addcmul(offset, t, factor, out=y)
                 elif spec.lanes:
@@ -212,7 +219,7 @@ class _Dense(torch.autograd.Function):
             blocks.drop(y, rows)
             if residual is not None:
                 y.add_(residual[rows])
-        ctx.save_for_backward(x, weight, bias, gain, shift, mean, var)
+        ctx.save_for_backward(x, weight, bias, gain, shift, mean, var, kept)
         ctx.spec, ctx.has_residual = spec, residual is not None
         if spec.norm != "batch":
             mean = var = x.new_empty(0)
@@ -224,10 +231,10 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        x, weight, bias, gain, shift, mean, var = ctx.saved_tensors
+        x, weight, bias, gain, shift, mean, var, kept = ctx.saved_tensors
         blocks = _Blocks(x, weight, bias, ctx.spec)
         centred = ctx.spec.norm == "batch" and not ctx.fixed_moments
-        grads = _Backward(blocks, grad, bias, gain, shift, mean, var, centred).run(ctx.needs_input_grad[0])
+        grads = _Backward(blocks, grad, bias, gain, shift, mean, var, centred, kept).run(ctx.needs_input_grad[0])
         return *grads, grad if ctx.has_residual else None, None, None, None
 
 
@@ -259,7 +266,8 @@ class _Backward:
     rstd, needs sums over all rows. What came back through ReLU and dropout, and t, wait in two arrays meanwhile.
     """
 
-    def __init__(self, blocks: _Blocks, grad: Tensor, bias, gain, shift, mean, var, centred: bool) -> None:
+    def __init__(self, blocks: _Blocks, grad: Tensor, bias, gain, shift, mean, var, centred: bool, kept=None) -> None:
+        self.kept = kept
         self.blocks, self.grad, self.gain, self.mean, self.var, self.centred = blocks, grad, gain, mean, var, centred
         self.factor, self.offset = _affine(blocks.spec, gain, shift, mean, var, blocks.x.dtype)
         zeros = blocks.x.new_zeros
@@ -277,11 +285,11 @@ class _Backward:
                 back = self._through_activation(rows, t, blocks.scratch("back", *t.shape))
                 self._finish(rows, self._through_norm(t, back), dx)
             else:
-                t = blocks.linear(rows, waiting[0][rows])
+                t = blocks.linear(rows, waiting[0][rows]) if self.kept is None else self.kept[rows]
                 back = self._through_activation(rows, t, waiting[1][rows])
                 self._add_norm_sums(t, back)
         if waiting is not None:
-            self._centre(*waiting, dx)
+            self._centre(waiting[0] if self.kept is None else self.kept, waiting[1], dx)
         if spec.norm == "batch":
             rstd = (self.var.double() + spec.eps).rsqrt()
             self.dgain = ((self.dgain - self.mean * self.dshift) * rstd * spec.scale).to(self.gain.dtype)
@@ -290,7 +298,7 @@ class _Backward:
         return dx, self.dweight, self.dbias, *norms
 
     def _waiting(self, dx: Tensor | None) -> tuple[Tensor, Tensor]:
-        first = new_rows(self.grad, *self.grad.shape)
+        first = new_rows(self.grad, *self.grad.shape) if self.kept is None else self.kept
         # The rows of dx are written after the last use of these.
         same = dx is not None and dx.shape == self.grad.shape
         return first, dx if same and dx is not None else new_rows(self.grad, *self.grad.shape)
@@ -337,7 +345,7 @@ class _Backward:
         slope = slope.to(t_ND.dtype)
         for rows in blocks:
             t = t_ND[rows]
-            pull = torch.addcmul(level, t, slope, out=t)
+            pull = torch.addcmul(level, t, slope, out=blocks.scratch("product", *t.shape))
             back = torch.sub(back_ND[rows], pull, out=pull).mul_(self.factor)
             self._finish(rows, back, dx)
 

@@ -11,24 +11,29 @@ _LANE = 1 << 16  # 16 bits for each number
 
 
 def lanes_and_scale(probability: float) -> tuple[int, float]:
-    """How many of 2^16 values of the bits are dropped, and the factor of the others that keeps the mean."""
+    """How many of the 2^16 values of the bits are dropped, and the factor of the others that keeps the mean."""
     lanes = round(probability * _LANE)
     return lanes, _LANE / (_LANE - lanes)
 
 
+def least_kept(lanes: int) -> float:
+    """Bits from here on are kept."""
+    return lanes - _LANE // 2
+
+
 def dropout_bits(scratch: Scratch, start: int, rows: int, width: int, seed: int) -> Tensor:
-    """A number in 0, ..., 2^16 - 1 for each entry of `rows` rows from `start` on, as the scratch's float type.
+    """A number in -2^15, ..., 2^15 - 1 for each entry of `rows` rows from `start` on, as the scratch's float type.
 
     One hash of (seed, row, column / 4) makes four of them.
     """
     words = -(-width // 4)
     word, high = (scratch(name, rows * words, dtype=torch.int64) for name in ("bits", "high bits"))
-    torch.arange(start * words, (start + rows) * words, out=word)
-    word.mul_(_GOLDEN).add_(signed64(fold_in(seed)))
+    counters = scratch.constant("counters", rows * words, lambda n: torch.arange(n, device=scratch.device) * _GOLDEN)
+    torch.add(counters, signed64(start * words * _GOLDEN + fold_in(seed)), out=word)
     for _ in range(2):
         torch.bitwise_right_shift(word, 32, out=high)
         word.bitwise_xor_(high.bitwise_and_(0xFFFFFFFF)).mul_(_MULTIPLIER)
     torch.bitwise_right_shift(word, 32, out=high)
     word.bitwise_xor_(high.bitwise_and_(0xFFFFFFFF))
     lanes = word.view(torch.int16).view(rows, 4 * words)[:, :width]
-    return scratch("lanes", rows, width).copy_(lanes).add_(_LANE // 2)
+    return scratch("lanes", rows, width).copy_(lanes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from randombatch.attention.blocks import Scratch
-from randombatch.models.dropout import dropout_bits, lanes_and_scale
+from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
 
 SPARSE_BELOW = 0.1
 
@@ -54,7 +54,7 @@ class SparseFeatures:
         n = len(self.values)
         scratch = Scratch(self.device, self.dtype)
         bits = dropout_bits(scratch, 0, -(-n // 4), 4, seed).flatten()[:n]
-        kept.values = self.values * (bits >= lanes) * scale
+        kept.values = self.values * (bits >= least_kept(lanes)) * scale
         return kept
 
     def matrix(self) -> Tensor:

@@ -29,7 +29,9 @@ def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("rows", [2, 7, 8, 29])
 @pytest.mark.parametrize(("norm", "relu", "dropout", "linear"), CASES)
 @pytest.mark.parametrize("training", [True, False])
-def test_equals_naive(norm, relu, dropout, linear, rows, training, monkeypatch, poisoned) -> None:
+@pytest.mark.parametrize("keep_from", [1, 1000])
+def test_equals_naive(norm, relu, dropout, linear, rows, training, keep_from, monkeypatch, poisoned) -> None:
+    monkeypatch.setattr(dense, "KEEP_FROM", keep_from)
     monkeypatch.setattr(dense, "rows_per_block", lambda width, device: 7)
     monkeypatch.setattr(dense, "draw_seed", lambda: torch.tensor(99))
     layer = build(norm, relu, dropout, linear)
@@ -66,6 +68,7 @@ def test_dropout_bits_are_uniform_and_independent_of_blocks() -> None:
     other = dropout_bits(scratch, 0, 4000, 10, seed=4)
     assert (bits == other).float().mean() < 1e-3
     # Chi-square over 16 cells: 15 degrees of freedom, standard deviation 5.5.
+    bits = bits + 32768
     for sample in (bits.flatten(), bits[:, 0], bits[:, 3], bits[::2].flatten()):
         counts = torch.histc(sample, 16, 0, 65536)
         expected = len(sample) / 16
