@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.train
-	$(BIN)/python examples/demo.py
+	rm -rf runs/demo
+	$(BIN)/randombatch compare digits --out runs/demo
+	@echo "plot: runs/demo/comparison.png"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
@@ -18,6 +20,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.train
 	$(BIN)/randombatch bench attention
+	$(BIN)/randombatch bench epoch
 
 clean:
 	rm -rf $(VENV)

@@ -3,6 +3,7 @@
 Requests: `{"do": "memory"}` and `{"do": "time"}`. Run by `bench.processes`, never by hand.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -47,6 +48,9 @@ class Layer:
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
+    # If memory runs out, it shall be this process that ends, not another one of the machine's.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     torch.set_num_threads(settings.pop("threads"))
     torch.manual_seed(0)
     contender = TrainingStep(settings) if "case" in settings else Layer(settings)
