@@ -108,10 +108,27 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | None) -> Config:
     config = load_config(recipe) if recipe else Config() if flags["data.dataset"] else load_config("digits")
     changes = {name: value for name, value in flags.items() if value is not None}
-    if flags["model.name"] not in (None, config.model.name):
-        # Another model knows other options than those that the recipe gives.
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, options={}))
-    return config.replace(**(changes | dict(parse_assignment(text) for text in settings or [])))
+    changes |= dict(parse_assignment(text) for text in settings or [])
+    if dataset := changes.get("data.dataset"):
+        # The job must find it from another folder too.
+        changes["data.dataset"] = str(Path(dataset).absolute()) if Path(dataset).is_file() else dataset
+    other = changes.get("model.name", config.model.name)
+    if other != config.model.name:
+        from randombatch.models.peers import known_options
+
+        # Another model may not know all options that the recipe gives: those that it knows stay.
+        known = {n: v for n, v in config.model.options.items() if n in known_options(other)}
+        dropped = sorted(set(config.model.options) - set(known))
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, options=known)).replace(**changes)
+        if dropped:
+            print(f"{other} has no {', '.join(dropped)}: left out", file=sys.stderr)
+        return config
+    return config.replace(**changes)
+
+
+def _name(recipe: str | None, config: Config) -> str:
+    model = "" if config.model.name == "sgformer" else f"-{config.model.name}"
+    return Path(recipe or config.data.dataset).stem + model
 
 
 @contextlib.contextmanager
@@ -132,6 +149,15 @@ def _clear_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
     except ValueError as error:
         refuse(" ".join(str(error).split()))
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        refuse(f"cannot read or write{where}: {error.strerror or error}")
+    except MemoryError:
+        refuse("out of memory: take a smaller graph or model, or --minibatch induced")
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        refuse("out of memory: take a smaller graph or model, or --minibatch induced")
 
 
 @app.command(epilog=f"Recipes: {', '.join(recipe_names())}.")
@@ -182,7 +208,7 @@ def train(
     }  # fmt: skip
     with _clear_errors():
         config = _config(recipe, flags, settings)
-        folder = out or Path("runs") / f"{Path(config.data.dataset).stem}-{config.model.attention}"
+        folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
         keep_memory()
         result = job.train(config, folder, resume=resume, display=Display(quiet, title=config.model.attention))
     if summary:
@@ -237,7 +263,7 @@ def compare(
         config = _config(recipe, flags, settings)
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError(f"--json: the folder {output.parent} does not exist")
-        folder = out or Path("runs") / f"{Path(config.data.dataset).stem}-compare"
+        folder = out or Path("runs") / f"{_name(recipe, config)}-compare"
         names = [name.strip() for name in attentions.split(",") if name.strip()]
         result = comparison.compare(config, names, folder, resume=resume, quiet=quiet)
         if output is not None:

@@ -73,6 +73,14 @@ class Graph:
     def num_splits(self) -> int:
         return self.train_mask.size(1)
 
+    def content_hash(self) -> str:
+        """Short SHA-256 of features, arcs and labels: whether two runs saw the same graph."""
+        digest = hashlib.sha256()
+        for tensor in (self.x, self.edge_index, self.y):
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(np.ascontiguousarray(tensor.numpy()).data)
+        return digest.hexdigest()[:16]
+
     def split_hash(self) -> str:
         """16 hex digits that name the splits: SHA-256 over N, S and the bits of the three masks, on any platform."""
         digest = hashlib.sha256(f"{self.num_nodes} {self.num_splits}".encode())

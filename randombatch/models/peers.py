@@ -113,6 +113,19 @@ def build_model(
     return Peer(model, branch)
 
 
+def known_options(name: str) -> set[str]:
+    """Names that `options` may have for this model."""
+    if name == "sgformer":
+        kind: Callable = SGFormer
+    elif name == "pyg-gps":
+        kind = GPS
+    else:
+        from torch_geometric.nn import models
+
+        kind = {"pyg-sgformer": models.SGFormer, "pyg-polynormer": models.Polynormer}.get(name, SGFormer)
+    return set(inspect.signature(kind).parameters) - {*_WIDTHS, "attention", "batch_size"}
+
+
 def _build(name: str, kind: Callable[..., _Model], widths: tuple[int, ...], options: dict[str, Any], **given) -> _Model:
     _check(name, kind, options, (*_WIDTHS, *given))
     try:

@@ -73,7 +73,8 @@ def _run(config: Config, folder: Path, resume: bool, quiet: bool) -> dict[str, A
 def _wait(command: list[str]) -> tuple[int, bool]:
     """Run a child to its end: its code, and whether a signal came. It is passed on: the child saves its checkpoint."""
     # In a session of its own the child hears a terminal's Ctrl-C only once, through us.
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    dies_with_us = _dies_with_its_parent if sys.platform == "linux" else None
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_us)
     received: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
@@ -86,6 +87,13 @@ def _wait(command: list[str]) -> tuple[int, bool]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _dies_with_its_parent() -> None:
+    """SIGTERM when the parent ends, however it does: else a child would train on while a second one is started."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def summary(config: Config, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -162,9 +170,7 @@ def _verdict(rows: list[dict[str, Any]]) -> tuple[str, bool | None]:
     better = [row["attention"] for row in compared if row[f"minus_{CONTROL}"]["low"] > 0]
     worse = [row["attention"] for row in compared if row[f"minus_{CONTROL}"]["high"] < 0]
     if better:
-        return (
-            f"attention mattered: {', '.join(better)} beat the control (95 % interval of the paired difference)",
-            True,
-        )
-    text = "attention did not matter here: no attention beat the control without it (95 % interval, paired)"
-    return text + (f"; {', '.join(worse)} did worse than the control" if worse else ""), False
+        text = f"attention mattered: {', '.join(better)} beat the control (95 % interval of the paired difference)"
+    else:
+        text = "attention did not matter here: no attention beat the control without it (95 % interval, paired)"
+    return text + (f"; {', '.join(worse)} did worse than the control" if worse else ""), bool(better)

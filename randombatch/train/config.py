@@ -10,7 +10,9 @@ from typing import Any
 
 from randombatch.models.sgformer import ATTENTIONS
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+_BESIDE = Path(__file__).resolve().parents[2] / "recipes"
+# Beside the package in a clone, under the prefix where it was installed.
+RECIPES = _BESIDE if _BESIDE.is_dir() else Path(sys.prefix) / "share" / "randombatch" / "recipes"
 MODELS = ("sgformer", "pyg-sgformer", "pyg-polynormer", "pyg-gps")
 MINIBATCHES = ("full", "induced", "all-edges")
 OPTIMIZERS = ("adam", "adamw")

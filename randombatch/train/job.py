@@ -36,6 +36,7 @@ from randombatch.train.metrics import mean_and_deviation
 from randombatch.train.progress import Display
 
 CHECKPOINT_SECONDS = 30.0
+LOCK_SECONDS = 5.0
 
 
 class Interrupted(Exception):
@@ -71,10 +72,10 @@ def train(config: Config, folder: Path, *, resume: bool = False, display: Displa
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     check_device(config.train.device)
+    graph = load_graph(config)
     if resume and (folder / "result.json").exists():
         _check_same(config, folder)
-        return json.loads((folder / "result.json").read_text())
-    graph = load_graph(config)
+        return _finished(folder, graph)
     if graph.ptr is not None and config.train.minibatch != "full":
         raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
     if config.model.name != "sgformer" and config.train.minibatch == "all-edges":
@@ -86,6 +87,18 @@ def train(config: Config, folder: Path, *, resume: bool = False, display: Displa
         for warning in graph.warnings:
             display.line(f"warning: {warning}")
         return Job(problem, folder, display).run()
+
+
+def _finished(folder: Path, graph: Graph) -> dict[str, Any]:
+    path = folder / "result.json"
+    try:
+        result = json.loads(path.read_text())
+        seen = result["data_hash"], result["data"]["split_hash"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is no result of this program: remove it and continue from the checkpoint") from None
+    if seen != (graph.content_hash(), graph.split_hash()):
+        raise ConfigError(f"the data changed since {folder} was finished: choose another --out")
+    return result
 
 
 class Job:
@@ -102,7 +115,8 @@ class Job:
         self.saved_at, self.saved_epoch = time.monotonic(), 0
         self.peak, self.earlier_peak = Peak(), 0
         self.num_parameters = 0
-        data = f"{graph.num_nodes} {graph.num_edges} {graph.split_hash()}"
+        self.data_hash = graph.content_hash()
+        data = f"{self.data_hash} {graph.split_hash()}"
         self.identity = hashlib.sha256(f"{self.config.to_toml()}{data}".encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
@@ -211,6 +225,7 @@ class Job:
                 "num_features": graph.num_features, "num_classes": graph.num_classes, "edges": graph.edges,
                 "num_splits": graph.num_splits, "split_hash": graph.split_hash(),
             },
+            "data_hash": self.data_hash,
             "attention": self.config.model.attention,
             "metric": graph.metric,
             "selection": "test score at the best validation score",
@@ -255,12 +270,18 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
         return
     with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"another process is training in {folder}: wait for it, or choose another --out"
-            ) from None
+        # One that is just being stopped finishes its step and saves.
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another process is training in {folder}: wait for it, or choose another --out"
+                    ) from None
+                time.sleep(0.1)
         yield
 
 

@@ -96,14 +96,15 @@ class Run:
         """Train through the rest of the current epoch, yielding after every step."""
         train, graph = self.problem.config.train, self.problem.graph
         first = self.step
+        start = time.perf_counter()
         for step in steps(
             train.minibatch, self.problem.edge_index, graph.num_nodes, train.seeds, self.seed, self.epoch, first
         ):
-            start = time.perf_counter()
             self._train(step)
             self.seconds[-1] += time.perf_counter() - start
             self.step += 1
             yield
+            start = time.perf_counter()
 
     def _train(self, step: Step) -> None:
         problem = self.problem

@@ -218,8 +218,14 @@ def test_killed_by_the_system_at_any_moment(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_finish_the_step_save_and_exit_with_130(
-    longer: Config, longer_whole: dict[str, Any], outcome: Outcome, tmp_path: Path, number: signal.Signals
+    longer: Config,
+    longer_whole: dict[str, Any],
+    outcome: Outcome,
+    tmp_path: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(job, "LOCK_SECONDS", 0.0)
     config = longer
     (tmp_path / "job.toml").write_text(config.to_toml())
     folder = tmp_path / "job"
@@ -266,11 +272,30 @@ def test_a_finished_job_returns_at_once(
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "job").rglob("*")}
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("the graph was read again")
+        raise AssertionError("it trained again")
 
-    monkeypatch.setattr(job, "load_graph", refuse)
+    monkeypatch.setattr(job, "Job", refuse)
     assert train(config, tmp_path / "job", resume=True) == result
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "job").rglob("*")} == before
+
+
+def test_a_finished_job_notices_other_data(small: Small, tmp_path: Path) -> None:
+    config = small()
+    train(config, tmp_path / "job")
+    path = Path(config.data.dataset)
+    arrays = dict(np.load(path))
+    arrays["x"] = arrays["x"] + 1
+    np.savez(path, **arrays)
+    with pytest.raises(ConfigError, match="the data changed since"):
+        train(config, tmp_path / "job", resume=True)
+
+
+def test_a_damaged_result_is_named(small: Small, tmp_path: Path) -> None:
+    config = small()
+    train(config, tmp_path / "job")
+    (tmp_path / "job" / "result.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"result\.json is no result of this program"):
+        train(config, tmp_path / "job", resume=True)
 
 
 @pytest.mark.parametrize("finished", [False, True])
