@@ -279,13 +279,12 @@ def test_a_finished_job_returns_at_once(
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "job").rglob("*")} == before
 
 
-def test_a_finished_job_notices_other_data(small: Small, tmp_path: Path) -> None:
-    config = small()
-    train(config, tmp_path / "job")
-    path = Path(config.data.dataset)
-    arrays = dict(np.load(path))
-    arrays["x"] = arrays["x"] + 1
+def test_a_finished_job_notices_other_data(small: Small, arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
     np.savez(path, **arrays)
+    config = small(data__dataset=str(path))
+    train(config, tmp_path / "job")
+    np.savez(path, **{**arrays, "x": arrays["x"] + 1})
     with pytest.raises(ConfigError, match="the data changed since"):
         train(config, tmp_path / "job", resume=True)
 
