@@ -1,4 +1,4 @@
-"""The command `randombatch`. Exit codes: 0 done, 2 bad input (one clear line), 130 interrupted."""
+"""The command `randombatch`. Exit codes: 0 done, 1 failed, 2 bad input (one clear line), 130 interrupted."""
 
 import contextlib
 import dataclasses
@@ -192,9 +192,10 @@ def train(
 
         randombatch train
         randombatch train cora --attention none --runs 5
-        randombatch train --dataset graph.npz --attention random-batch --batch-size 128 --epochs 300
+        randombatch train --dataset graph.npz --batch-size 128 --epochs 300
         randombatch train pokec --out runs/pokec --resume
-        randombatch train --dataset graph.npz --model pyg-gps --set model.num_layers=3 --set train.lr=0.001
+        randombatch train --dataset graph.npz --model pyg-gps --lr 0.001
+        randombatch train cora --set model.gnn_num_layers=3 --set train.patience=50
     """
     from randombatch.machine import keep_memory
     from randombatch.train import job
@@ -220,8 +221,8 @@ def train(
 def compare(
     recipe: Recipe = None,
     attentions: Annotated[
-        str, typer.Option(help="Which to compare; none is the control.")
-    ] = "none,origin,random-batch",
+        str | None, _help("Which to compare (default: none, the control, origin, random-batch).")
+    ] = None,
     dataset: Dataset = None,
     batch_size: Batch = None,
     model: Model = None,
@@ -249,7 +250,8 @@ def compare(
 
         randombatch compare
         randombatch compare cora --runs 10
-        randombatch compare --dataset graph.npz --attentions none,origin,full,random-batch --batch-size 64
+        randombatch compare --dataset graph.npz --attentions none,full,random-batch
+        randombatch compare --dataset graph.npz --model pyg-sgformer
     """
     from randombatch.train import compare as comparison
 
@@ -264,6 +266,9 @@ def compare(
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError(f"--json: the folder {output.parent} does not exist")
         folder = out or Path("runs") / f"{_name(recipe, config)}-compare"
+        if attentions is None:
+            # Models of PyTorch Geometric have no control without attention.
+            attentions = ("none," if config.model.name == "sgformer" else "") + "origin,random-batch"
         names = [name.strip() for name in attentions.split(",") if name.strip()]
         result = comparison.compare(config, names, folder, resume=resume, quiet=quiet)
         if output is not None:

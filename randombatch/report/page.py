@@ -150,7 +150,8 @@ def _comparison(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         ]
         for row in rows
     ]
-    caption = "± deviation over runs. Differences are taken run by run: mean ± standard error, [95 % interval]."
+    caption = "± deviation over runs. Differences are taken run by run: mean ± standard error, [interval]."
+    caption += " All intervals of the page's table hold together with 95 % (Student's t, Bonferroni)."
     yield _table([*head, "s/epoch", "peak GB", "parameters"], body, caption)
     yield _image(folder / "comparison.png", "test scores, seconds per epoch and peak memory of each attention")
     pairs = zip(result["seeds"], result["splits"], *(row["scores"] for row in rows), strict=True)

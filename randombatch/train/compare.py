@@ -103,7 +103,7 @@ def summary(config: Config, results: dict[str, dict[str, Any]]) -> dict[str, Any
     for name, result in results.items():
         if result["data"] != first["data"] or _pairs(result) != _pairs(first):
             raise ConfigError(f"the run with attention {name!r} saw other data, seeds or splits: choose another --out")
-    verdict, matters = _verdict(rows)
+    verdict, matters = _verdict(rows, [r["split"] for r in first["rows"]])
     settings = dataclasses.asdict(config)
     settings["model"]["attention"] = list(results)
     return {
@@ -140,14 +140,16 @@ def _row(name: str, result: dict[str, Any], results: dict[str, dict[str, Any]]) 
     }
     for other in (CONTROL, "origin"):
         if other in results and other != name:
-            row[f"minus_{other}"] = paired(scores, [r["test"] for r in results[other]["rows"]])
+            others = len(results) - 1
+            row[f"minus_{other}"] = paired(scores, [r["test"] for r in results[other]["rows"]], others)
     return row
 
 
-def paired(ours: list[float], theirs: list[float]) -> dict[str, float | None]:
+def paired(ours: list[float], theirs: list[float], comparisons: int = 1) -> dict[str, float | None]:
     """Mean difference of runs with the same seed and split, its standard error, and a 95 % interval (Student's t).
 
-    A single pair has no standard error.
+    Of so many comparisons at once, all intervals hold together with 95 % (Bonferroni). A single pair has no standard
+    error.
     """
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean, deviation = mean_and_deviation(differences)
@@ -156,11 +158,11 @@ def paired(ours: list[float], theirs: list[float]) -> dict[str, float | None]:
     from scipy.stats import t
 
     stderr = deviation / math.sqrt(len(differences))
-    half = float(t.ppf(0.975, len(differences) - 1)) * stderr
+    half = float(t.ppf(1 - 0.025 / comparisons, len(differences) - 1)) * stderr
     return {"mean": mean, "stderr": stderr, "low": mean - half, "high": mean + half}
 
 
-def _verdict(rows: list[dict[str, Any]]) -> tuple[str, bool | None]:
+def _verdict(rows: list[dict[str, Any]], splits: list[int]) -> tuple[str, bool | None]:
     """Whether any attention beat the control by more than chance explains."""
     compared = [row for row in rows if f"minus_{CONTROL}" in row]
     if not compared:
@@ -170,7 +172,10 @@ def _verdict(rows: list[dict[str, Any]]) -> tuple[str, bool | None]:
     better = [row["attention"] for row in compared if row[f"minus_{CONTROL}"]["low"] > 0]
     worse = [row["attention"] for row in compared if row[f"minus_{CONTROL}"]["high"] < 0]
     if better:
-        text = f"attention mattered: {', '.join(better)} beat the control (95 % interval of the paired difference)"
+        text = f"attention mattered: {', '.join(better)} beat the control"
     else:
-        text = "attention did not matter here: no attention beat the control without it (95 % interval, paired)"
-    return text + (f"; {', '.join(worse)} did worse than the control" if worse else ""), bool(better)
+        text = "attention did not matter here: no attention beat the control without it"
+    text += f"; {', '.join(worse)} did worse than the control" if worse else ""
+    runs, splits = len(rows[0]["scores"]), len(set(splits))
+    data = "seeds on one split" if splits == 1 else f"runs on {splits} splits"
+    return f"{text} (paired difference over {runs} {data}, 95 % for all comparisons together)", bool(better)

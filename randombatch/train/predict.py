@@ -45,7 +45,12 @@ def predict(folder: Path, *, run: int | None = None, rounds: int = 1, dataset: s
     path = folder / f"best-{number}.safetensors"
     if not path.is_file():
         raise ConfigError(f"{folder} has no finished run {number}: finish it with `randombatch train --resume`")
-    one = Run(Problem(load_graph(config), config), number)
+    graph = load_graph(config)
+    if dataset is not None and (folder / "result.json").is_file():
+        # Not all classes need occur in another graph.
+        trained = _result(folder)["data"]["num_classes"]
+        graph = dataclasses.replace(graph, num_classes=max(trained, graph.num_classes))
+    one = Run(Problem(graph, config), number)
     try:
         one.model.load_state_dict(load_tensors(path))
     except RuntimeError as error:
@@ -81,10 +86,17 @@ def write_npz(path: Path, arrays: dict[str, Any]) -> None:
 
 
 def _best_run(folder: Path) -> int:
-    path = folder / "result.json"
-    if not path.is_file():
+    if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} is not finished: finish it with `randombatch train --resume`, or name a --run")
+    return max(_result(folder)["rows"], key=lambda row: row["val"])["run"]
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    path = folder / "result.json"
     try:
-        return max(json.loads(path.read_text())["rows"], key=lambda row: row["val"])["run"]
+        result = json.loads(path.read_text())
+        if all("val" in row and "run" in row for row in result["rows"]) and result["data"]["num_classes"]:
+            return result
     except (ValueError, LookupError, TypeError):
-        raise ConfigError(f"{path} is not the result of a training run: name a --run") from None
+        pass
+    raise ConfigError(f"{path} is not the result of a training run: train again, or delete it and name a --run")

@@ -35,6 +35,12 @@ def test_the_interval_of_three_pairs_by_hand() -> None:
     assert (found["low"], found["high"]) == (pytest.approx(0.02 - half, abs=1e-8), pytest.approx(0.02 + half, abs=1e-8))
 
 
+def test_two_comparisons_hold_together() -> None:
+    # Student's t with two degrees of freedom at 98.75 % is 6.205347.
+    found = paired([0.51, 0.72, 0.33], [0.50, 0.70, 0.30], 2)
+    assert found["low"] == pytest.approx(0.02 - 6.205347 * 0.01 / math.sqrt(3), abs=1e-8)
+
+
 def test_pairs_share_what_they_have_in_common() -> None:
     """Runs differ by a lot, pairs by little: unpaired, the difference would drown."""
     base = np.array([0.1, 0.5, 0.9, 0.3, 0.7])
@@ -94,10 +100,13 @@ def test_rows_compare_with_the_control_and_with_origin() -> None:
     results = {"none": result_of(NONE), "origin": result_of(EQUAL), "random-batch": result_of(BETTER)}
     none, origin, ours = summary(Config(), results)["rows"]
     assert not {"minus_none"} & none.keys()
-    assert none["minus_origin"] == paired(NONE, EQUAL)
+    assert none["minus_origin"] == paired(NONE, EQUAL, 2)
     assert "minus_origin" not in origin
-    assert origin["minus_none"] == paired(EQUAL, NONE)
-    assert (ours["minus_none"], ours["minus_origin"]) == (paired(BETTER, NONE), paired(BETTER, EQUAL))
+    assert origin["minus_none"] == paired(EQUAL, NONE, 2)
+    assert (ours["minus_none"], ours["minus_origin"]) == (
+        paired(BETTER, NONE, 2),
+        paired(BETTER, EQUAL, 2),
+    )
     assert ours["scores"] == BETTER
 
 

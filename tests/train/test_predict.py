@@ -133,6 +133,12 @@ def test_another_graph_of_the_same_kind(small: Small, arrays: dict, tmp_path: Pa
     np.testing.assert_allclose(there["probabilities"], here["probabilities"][::-1], atol=1e-5)
 
 
+def test_another_graph_with_fewer_classes(trained: Path, arrays: dict, tmp_path: Path) -> None:
+    np.savez(tmp_path / "coarse.npz", **{**arrays, "y": arrays["y"] % 2})
+    there = predict(trained, dataset=str(tmp_path / "coarse.npz"))
+    np.testing.assert_array_equal(there["probabilities"], predict(trained)["probabilities"])
+
+
 def test_what_does_not_fit_is_refused(trained: Path, arrays: dict, tmp_path: Path) -> None:
     wider = np.concatenate([arrays["x"], arrays["x"]], 1)
     np.savez(tmp_path / "wider.npz", **{**arrays, "x": wider})

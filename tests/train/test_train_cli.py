@@ -208,7 +208,7 @@ def test_folders_in_use_are_refused(quick: Path, tmp_path: Path) -> None:
         (["--attentions", "none,orgin"], "did you mean 'origin'"),
         (["--attentions", "none,none"], "--attentions wants different names"),
         (["--attentions", ""], "--attentions wants different names"),
-        (["--model", "pyg-sgformer"], "use the model sgformer for controls"),
+        (["--model", "pyg-sgformer", "--attentions", "none,origin"], "use the model sgformer for controls"),
     ],
 )
 def test_bad_comparisons_are_refused(arguments: list[str], message: str, quick: Path, tmp_path: Path) -> None:
