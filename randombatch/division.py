@@ -1,14 +1,14 @@
 """Who shares a batch. The only place in the package where random batches are drawn."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order
+from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
 
-__all__ = ["Division", "check_batch_size", "draw_seed", "fold_in"]
+__all__ = ["Division", "check_batch_size", "draw_seed", "fold_in", "orders"]
 
 # Positions turned into items at a time: enough to spread one look-up over all threads, 0.5 MB of indices.
 SPAN = 65536
@@ -28,6 +28,13 @@ def draw_seed(generator: torch.Generator | None = None) -> Tensor:
     """One int64 in [0, 2^63 - 1) from the generator (default: torch's), as a 0-d tensor on the CPU."""
     device = generator.device if generator is not None else "cpu"
     return torch.randint((1 << 63) - 1, (), generator=generator, device=device, dtype=torch.int64).cpu()
+
+
+def orders(num_items: int, seeds: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """The orders of many divisions of the same items: row r is `Division(num_items, p, seeds[r]).order()` for any p."""
+    if num_items < SORTED_BELOW:
+        return sorted_orders(num_items, seeds, device)
+    return torch.stack([Division(num_items, num_items, seed).order(device=device) for seed in seeds])
 
 
 class Division:

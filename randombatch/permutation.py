@@ -16,6 +16,7 @@ Below `SORTED_BELOW` items a network over so few points is not close enough to u
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,7 +57,14 @@ def signed64(z: int) -> int:
 
 def hash64(items: Tensor, seed: int) -> Tensor:
     """A 64-bit hash of each int64 item under a seed: splitmix64 on tensors, its shifts masked to logical ones."""
-    h = items * signed64(_GOLDEN) + signed64(_mix((seed + _GOLDEN) & _MASK64))
+    return _finish(items * signed64(_GOLDEN) + _start(seed))
+
+
+def _start(seed: int) -> int:
+    return signed64(_mix((seed + _GOLDEN) & _MASK64))
+
+
+def _finish(h: Tensor) -> Tensor:
     h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * signed64(_MULTIPLIER_1)
     h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * signed64(_MULTIPLIER_2)
     return h ^ ((h >> 31) & ((1 << 33) - 1))
@@ -65,6 +73,13 @@ def hash64(items: Tensor, seed: int) -> Tensor:
 def sorted_order(n: int, seed: int, device: torch.device | None = None) -> Tensor:
     """[0, n) by increasing hash. The order of [0, m) for m < n is this one restricted to [0, m)."""
     return torch.argsort(hash64(torch.arange(n, device=device), seed), stable=True)
+
+
+def sorted_orders(n: int, seeds: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """`sorted_order` of many seeds, one row each."""
+    starts = torch.tensor([_start(seed) for seed in seeds], dtype=torch.int64, device=device)
+    hashes = _finish(torch.arange(n, device=device) * signed64(_GOLDEN) + starts[:, None])
+    return torch.argsort(hashes, dim=1, stable=True)
 
 
 class Permutation:

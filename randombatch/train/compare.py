@@ -176,6 +176,6 @@ def _verdict(rows: list[dict[str, Any]], splits: list[int]) -> tuple[str, bool |
     else:
         text = "attention did not matter here: no attention beat the control without it"
     text += f"; {', '.join(worse)} did worse than the control" if worse else ""
-    runs, splits = len(rows[0]["scores"]), len(set(splits))
-    data = "seeds on one split" if splits == 1 else f"runs on {splits} splits"
+    runs, different = len(rows[0]["scores"]), len(set(splits))
+    data = "seeds on one split" if different == 1 else f"runs on {different} splits"
     return f"{text} (paired difference over {runs} {data}, 95 % for all comparisons together)", bool(better)

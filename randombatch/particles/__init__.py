@@ -1,0 +1,60 @@
+"""Interacting particles by the random batch method: systems, kernels, steppers, one driver, and the error predicted.
+
+    dX_i = b(X_i) dt + 1/(N-1) sum_{j != i} m_j K(X_i, X_j) dt + sigma dW_i
+
+| file | what it says |
+|---|---|
+| kernels.py | K, each with its dense form and valid range |
+| spaces.py | R^d, periodic box, unit sphere |
+| system.py | drift, kernel, masses, noise, friction together, and the force in a batch |
+| batches.py | who interacts in a step: all, a division, random picks |
+| steppers.py | Euler, RK4, exact pair flow, BAOAB: one batch through one step |
+| simulate.py | the driver |
+| compiled.py | the same Euler step for small batches as machine code |
+| theory.py | covariance of the batch force, Lyapunov equation, `predict_error` |
+| convergence.py | the study that measures what theory.py predicts |
+| softmax.py | attention normalised inside the batch, which the theory does not cover |
+"""
+
+from randombatch.particles.convergence import convergence
+from randombatch.particles.kernels import (
+    Attention,
+    BoundedConfidence,
+    Consensus,
+    Coulomb,
+    CuckerSmale,
+    Function,
+    Gaussian,
+    Kernel,
+    LogGas,
+    Morse,
+    Wealth,
+)
+from randombatch.particles.simulate import Trajectory, simulate
+from randombatch.particles.softmax import SoftmaxAttention
+from randombatch.particles.spaces import Box, Euclidean, Sphere
+from randombatch.particles.system import System
+from randombatch.particles.theory import predict_error
+
+__all__ = [
+    "Attention",
+    "BoundedConfidence",
+    "Box",
+    "Consensus",
+    "Coulomb",
+    "CuckerSmale",
+    "Euclidean",
+    "Function",
+    "Gaussian",
+    "Kernel",
+    "LogGas",
+    "Morse",
+    "SoftmaxAttention",
+    "Sphere",
+    "System",
+    "Trajectory",
+    "Wealth",
+    "convergence",
+    "predict_error",
+    "simulate",
+]

@@ -1,0 +1,397 @@
+"""Interaction kernels K(x, y): the pull that a particle at y exerts on one at x.
+
+A kernel has a dense form, `pairs`, which is its definition and the oracle of its tests, and `total`, the sum over all y
+that simulations use. Parameters may be tensors that need gradients.
+
+Shapes: `...` replicas or stacked batches, P particles at x, Q at y, D their dimension.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from randombatch.particles.spaces import Euclidean, Space, Sphere
+
+
+class Kernel:
+    """A kernel by its dense form; subclasses with structure have a faster `total`.
+
+    Attributes:
+        valid: where K is defined, in words.
+        antisymmetric: K(x, y) = -K(y, x), so that with equal masses every batch conserves its sum.
+        uses_velocity: x and y are positions and velocities together, `(..., 2 D)`; the result has D.
+    """
+
+    valid: ClassVar[str] = "all x, y"
+    antisymmetric: bool = False
+    uses_velocity: bool = False
+
+    def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
+        """K(x_i, y_j), `(..., P, Q, D)`."""
+        raise NotImplementedError
+
+    def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
+        """sum_j m_j K(x_i, y_j), `(..., P, D)`, without the pairs of a particle with itself.
+
+        Args:
+            x: `(..., P, D)`.
+            y: `(..., Q, D)`.
+            mass: `(..., Q)` m_j, None for ones.
+            space: for differences.
+            own: x_i and y_{i + own} are one particle; None if no particle is in both.
+        """
+        k = _without_own(self.pairs(x, y, space), own)
+        return k.sum(-2) if mass is None else torch.einsum("...pqd,...q->...pd", k, mass)
+
+    def diagonal(self, x: Tensor) -> Tensor | None:
+        """K(x, x) where it does not vanish and belongs to the system, as an exact drift: never sampled."""
+        return None
+
+    def pair_flow(
+        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
+    ) -> tuple[Tensor, Tensor]:
+        """Two particles alone, exactly: x' = m_y K(x, y), y' = m_x K(y, x) for so long."""
+        raise ValueError(f"{type(self).__name__} has no exact pair flow on {type(space).__name__}: use euler or rk4")
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters that are tensors."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+    def stiffness(self, mass: float) -> tuple[str, float]:
+        """Name and size of the largest rate that the kernel is known to have, for messages."""
+        return "m", mass
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{k}={_short(v)}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__name__}({given})"
+
+
+def _short(value: Any) -> str:
+    return f"<{'x'.join(map(str, value.shape))}>" if isinstance(value, Tensor) else repr(value)
+
+
+def _without_own(k: Tensor, own: int | None) -> Tensor:
+    if own is None:
+        return k
+    rows = torch.arange(k.shape[-3], device=k.device)
+    mine = rows[:, None] + own == torch.arange(k.shape[-2], device=k.device)
+    return k.masked_fill(mine[..., None], 0.0)
+
+
+class Function(Kernel):
+    """A user's own kernel.
+
+    Args:
+        function: `f(x, y)` of tensors that broadcast to `(..., P, Q, D)`, returning that shape.
+        antisymmetric: f(x, y) = -f(y, x).
+        uses_velocity: x and y hold positions and velocities, D columns each.
+    """
+
+    def __init__(
+        self, function: Callable[[Tensor, Tensor], Tensor], *, antisymmetric: bool = False, uses_velocity: bool = False
+    ) -> None:
+        self.function, self.antisymmetric, self.uses_velocity = function, antisymmetric, uses_velocity
+
+    def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
+        dim = x.shape[-1] // 2 if self.uses_velocity else x.shape[-1]
+        expected = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2], dim)
+        k = self.function(x[..., :, None, :], y[..., None, :, :])
+        if not isinstance(k, Tensor) or k.shape != expected:
+            came = f"shape {tuple(k.shape)}" if isinstance(k, Tensor) else type(k).__name__
+            raise ValueError(
+                f"the kernel function must return a tensor of shape {expected} (pairs x dimension) for x of shape "
+                f"{(*x.shape[:-1], 1, x.shape[-1])}, got {came}"
+            )
+        return k
+
+
+class Attention(Kernel):
+    """K(x, y) = exp(x' W y) P_x(V y) with P_x u = u - <u, x> x: equation (1) of the method, on the unit sphere.
+
+    Weights w_y are the masses of the system. With a value matrix K(x, x) does not vanish and is kept as an exact drift.
+
+    Args:
+        w: `(D, D)` W = W_Q W_K', or a number beta for beta times the identity.
+        v: `(D, D)` value matrix, None for the identity.
+    """
+
+    valid: ClassVar[str] = "x, y on the unit sphere (elsewhere it is not tangential)"
+
+    def __init__(self, w: Tensor | float, v: Tensor | None = None) -> None:
+        for name, matrix in (("w", w), ("v", v)):
+            if isinstance(matrix, Tensor) and (matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]):
+                raise ValueError(f"`{name}` must be a square matrix, got shape {tuple(matrix.shape)}")
+        self.w, self.v = w, v
+
+    def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
+        value = self._values(y)[..., None, :, :]
+        along = (value * x[..., :, None, :]).sum(-1, keepdim=True)
+        return self.logits(x, y).exp()[..., None] * (value - along * x[..., :, None, :])
+
+    def logits(self, x: Tensor, y: Tensor) -> Tensor:
+        """x' W y, `(..., P, Q)`."""
+        xw = x @ self.w.to(x) if isinstance(self.w, Tensor) else x * self.w
+        return xw @ y.mT
+
+    def _values(self, y: Tensor) -> Tensor:
+        return y if self.v is None else y @ self.v.to(y).T
+
+    def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
+        e = self.logits(x, y).exp()
+        if own is not None and self.v is not None:
+            e = _without_own(e[..., None], own)[..., 0]
+        values = self._values(y)
+        pull = e @ (values if mass is None else values * mass[..., None])
+        return pull - (pull * x).sum(-1, keepdim=True) * x
+
+    def diagonal(self, x: Tensor) -> Tensor | None:
+        if self.v is None:
+            return None
+        value = self._values(x)
+        xw = x @ self.w.to(x) if isinstance(self.w, Tensor) else x * self.w
+        return (xw * x).sum(-1, keepdim=True).exp() * (value - (value * x).sum(-1, keepdim=True) * x)
+
+    def stiffness(self, mass: float) -> tuple[str, float]:
+        norm = float(torch.linalg.matrix_norm(self.w.detach(), 2)) if isinstance(self.w, Tensor) else abs(self.w)
+        return "w exp(|W|)", mass * math.exp(min(norm, 700.0))
+
+
+class Radial(Kernel):
+    """K(x, y) = s(|y - x|^2) (y - x): along the line between the two, on the sphere its tangential part."""
+
+    antisymmetric: bool = True
+
+    def weight(self, r2: Tensor) -> Tensor:
+        """s of the squared distance; zero (or finite) at distance zero, where there is no direction."""
+        raise NotImplementedError
+
+    def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
+        d = space.difference(x[..., :, None, :], y[..., None, :, :])
+        return self.weight(d.square().sum(-1))[..., None] * d
+
+    def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
+        d = space.difference(x[..., :, None, :], y[..., None, :, :])
+        s = self.weight(d.square().sum(-1))
+        return torch.einsum("...pq,...pqd->...pd", s if mass is None else s * mass[..., None, :], d)
+
+
+def _no_zero(r2: Tensor) -> Tensor:
+    """Infinite where two particles coincide, so that a negative power of it vanishes, in gradients too."""
+    return r2.masked_fill(r2 == 0, math.inf)
+
+
+class Consensus(Radial):
+    """K(x, y) = strength (y - x): linear, with closed-form moments under random batches.
+
+    Args:
+        strength: of the pull.
+    """
+
+    def __init__(self, strength: float = 1.0) -> None:
+        self.strength = strength
+
+    def weight(self, r2: Tensor) -> Tensor:
+        return torch.zeros_like(r2) + self.strength
+
+    def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
+        if not isinstance(space, Euclidean):
+            return super().total(x, y, mass, space, own)
+        if mass is None:
+            return self.strength * (y.sum(-2, keepdim=True) - y.shape[-2] * x)
+        return self.strength * ((y * mass[..., None]).sum(-2, keepdim=True) - mass.sum(-1, keepdim=True)[..., None] * x)
+
+    def pair_flow(
+        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(space, Sphere):
+            return super().pair_flow(x, y, mass_x, mass_y, time, space)
+        both = torch.as_tensor(mass_x + mass_y, dtype=x.dtype, device=x.device)
+        gone = -torch.expm1(-self.strength * time * both) / both * space.difference(x, y)
+        return x + mass_y * gone, y - mass_x * gone
+
+
+class Wealth(Consensus):
+    """K(x, y) = kappa (y - x): exchange of wealth; with noise sqrt(2 D) x its law is inverse-gamma.
+
+    Args:
+        strength: kappa.
+    """
+
+    valid: ClassVar[str] = "x, y > 0"
+
+
+class CuckerSmale(Kernel):
+    """K = psi(|x' - x|) (v' - v), psi(r) = strength / (1 + r^2)^exponent: velocities align (second order).
+
+    Args:
+        strength: psi(0).
+        exponent: of decay with distance; 0 is linear consensus of velocities.
+    """
+
+    uses_velocity: bool = True
+    antisymmetric: bool = True
+
+    def __init__(self, strength: float = 1.0, exponent: float = 0.25) -> None:
+        self.strength, self.exponent = strength, exponent
+
+    def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
+        (position, velocity), (other, its) = x.chunk(2, -1), y.chunk(2, -1)
+        r2 = space.difference(position[..., :, None, :], other[..., None, :, :]).square().sum(-1, keepdim=True)
+        return self.strength * (1 + r2) ** -self.exponent * (its[..., None, :, :] - velocity[..., :, None, :])
+
+
+class BoundedConfidence(Radial):
+    """K(x, y) = strength (y - x) if |y - x| < radius, else 0: opinions move towards those near enough to be heard.
+
+    Args:
+        radius: of confidence.
+        strength: of the pull.
+    """
+
+    def __init__(self, radius: float, strength: float = 1.0) -> None:
+        if not radius > 0:
+            raise ValueError(f"`radius` must be positive, got {radius}")
+        self.radius, self.strength = radius, strength
+
+    def weight(self, r2: Tensor) -> Tensor:
+        return self.strength * (r2 < self.radius**2).to(r2.dtype)
+
+
+class Gaussian(Radial):
+    """K(x, y) = strength exp(-|y - x|^2 / (2 length^2)) (y - x).
+
+    Args:
+        length: of decay.
+        strength: positive attracts, negative repels.
+    """
+
+    def __init__(self, length: float = 1.0, strength: float = 1.0) -> None:
+        self.length, self.strength = length, strength
+
+    def weight(self, r2: Tensor) -> Tensor:
+        return self.strength * torch.exp(r2 * (-0.5 / self.length**2))
+
+
+class Morse(Radial):
+    """K = U'(r) (y - x) / r with U(r) = depth ((1 - exp(-(r - rest) / length))^2 - 1).
+
+    It repels within `rest` and attracts beyond.
+
+    Args:
+        depth: of the well.
+        rest: distance without force.
+        length: of decay.
+    """
+
+    valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
+
+    def __init__(self, depth: float = 1.0, rest: float = 1.0, length: float = 1.0) -> None:
+        self.depth, self.rest, self.length = depth, rest, length
+
+    def weight(self, r2: Tensor) -> Tensor:
+        r = _no_zero(r2).sqrt()
+        decay = torch.exp((self.rest - r) / self.length)
+        return 2 * self.depth / self.length * decay * (1 - decay) / r
+
+
+class LogGas(Radial):
+    """K(x, y) = strength (x - y) / |x - y|^2: the logarithmic gas; in one dimension Dyson's.
+
+    Args:
+        strength: positive repels.
+    """
+
+    valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
+
+    def __init__(self, strength: float = 1.0) -> None:
+        self.strength = strength
+
+    def weight(self, r2: Tensor) -> Tensor:
+        return -self.strength / _no_zero(r2)
+
+    def pair_flow(
+        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
+    ) -> tuple[Tensor, Tensor]:
+        """|x - y|^2 grows by 2 (m_x + m_y) t; on the sphere cos^2(half the angle) decays by exp(-(m_x + m_y) t / 2)."""
+        rate = self.strength * time * (mass_x + mass_y)
+        if isinstance(space, Sphere):
+            half_sine = _half_sine(x, y)
+            grown = (1 - (1 - half_sine.square()) * torch.exp(_like(x, -rate / 2))).clamp(min=0).sqrt()
+            return _turn(x, y, mass_x, mass_y, half_sine, grown)
+        d = space.difference(y, x)
+        r2 = _no_zero(d.square().sum(-1, keepdim=True))
+        return _part(x, y, mass_x, mass_y, d, ((1 + 2 * rate / r2).clamp(min=0).sqrt() - 1))
+
+
+class Coulomb(Radial):
+    """K(x, y) = strength (x - y) / |x - y|^3; on the sphere its tangential part (Thomson's problem).
+
+    Args:
+        strength: positive repels.
+    """
+
+    valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
+    NEWTON_STEPS = 12
+
+    def __init__(self, strength: float = 1.0) -> None:
+        self.strength = strength
+
+    def weight(self, r2: Tensor) -> Tensor:
+        return -self.strength * _no_zero(r2) ** -1.5
+
+    def pair_flow(
+        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
+    ) -> tuple[Tensor, Tensor]:
+        """r^3 grows by 3 (m_x + m_y) t; on the sphere artanh(u) - u by (m_x + m_y) t / 8, u = sin(half the angle)."""
+        rate = self.strength * time * (mass_x + mass_y)
+        if isinstance(space, Sphere):
+            half_sine = _half_sine(x, y)
+            nearly = half_sine.clamp(max=1 - torch.finfo(x.dtype).eps)
+            grown = self._solve((torch.atanh(nearly) - nearly + rate / 8).clamp(min=0))
+            return _turn(
+                x, y, mass_x, mass_y, half_sine, torch.where(half_sine < nearly, grown, half_sine.maximum(grown))
+            )
+        d = space.difference(y, x)
+        r3 = _no_zero(d.square().sum(-1, keepdim=True)) ** 1.5
+        return _part(x, y, mass_x, mass_y, d, (1 + 3 * rate / r3).clamp(min=0) ** (1 / 3) - 1)
+
+    def _solve(self, c: Tensor) -> Tensor:
+        """tanh(w) where w - tanh(w) = c >= 0: convex and rising, so Newton's method converges from the right."""
+        w = torch.minimum((5 * c) ** (1 / 3), c + 1).clamp(min=1e-4)
+        for _ in range(self.NEWTON_STEPS):
+            t = torch.tanh(w)
+            w = (w - (w - t - c) / t.square().clamp(min=1e-12)).clamp(min=1e-6)
+        return torch.tanh(w)
+
+
+def _like(x: Tensor, value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=x.dtype, device=x.device)
+
+
+def _part(x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, d: Tensor, growth: Tensor) -> tuple[Tensor, Tensor]:
+    """Both move along d = x - y, which grows by the factor 1 + growth; the lighter moves more."""
+    share = growth * d / (mass_x + mass_y)
+    return x + mass_y * share, y - mass_x * share
+
+
+def _half_sine(x: Tensor, y: Tensor) -> Tensor:
+    """sin(theta / 2) of the angle between two points of the sphere, from their chord: exact for close ones."""
+    return (torch.linalg.vector_norm(x - y, dim=-1, keepdim=True) / 2).clamp(max=1.0)
+
+
+def _turn(x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Both turn in their common plane until sin(theta / 2) is `after`; coinciding or opposite points stay."""
+    angle = 2 * (torch.asin(after.clamp(max=1.0)) - torch.asin(before)) / (mass_x + mass_y)
+    cosine = (x * y).sum(-1, keepdim=True)
+
+    def away(a: Tensor, b: Tensor, by: Tensor) -> Tensor:
+        direction = a * cosine - b
+        length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+        direction = direction / length.clamp(min=torch.finfo(a.dtype).tiny)
+        moved = a * torch.cos(by) + direction * torch.sin(by)
+        return torch.where(length > 0, moved, a)
+
+    return away(x, y, mass_y * angle), away(y, x, mass_x * angle)

@@ -1,0 +1,308 @@
+"""The driver: particles through time, all pairs or random batches."""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from randombatch.attention.blocks import rows_per_block
+from randombatch.particles.batches import division_blocks, layout, pick_blocks
+from randombatch.particles.steppers import STEPPERS, Stepper
+from randombatch.particles.system import System
+from randombatch.permutation import fold_in
+
+# Seeds of steps and of noise must not meet.
+_DIVISIONS, _NOISE, _PICKS = 0, 1, 2
+Progress = bool | Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """What a simulation saved.
+
+    Attributes:
+        t: `(T,)` times, from 0 on; the last one is the horizon unless the run stopped.
+        x: `(T, [R,] N, D)` positions.
+        v: velocities, None in first order.
+        stopped: None, or why the run ended before its horizon.
+    """
+
+    t: Tensor
+    x: Tensor
+    v: Tensor | None = None
+    stopped: str | None = None
+
+    @property
+    def final(self) -> Tensor:
+        """The last positions, `([R,] N, D)`."""
+        return self.x[-1]
+
+
+def simulate(
+    system: System,
+    x0: Tensor | tuple[Tensor, Tensor],
+    horizon: float,
+    tau: float,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    method: str | None = None,
+    save_every: int | None = None,
+    replacement: bool = False,
+    normalise: bool = False,
+    compiled: bool | None = None,
+    progress: Progress = False,
+) -> Trajectory:
+    """Particles from 0 to `horizon` in steps of `tau`; the last step is shorter where tau does not divide the horizon.
+
+    With `batch_size=None` every particle feels all others: O(N^2) time per step, O(N) memory, the exact reference.
+    With p it feels the p - 1 others of its batch, drawn anew in every step (RBM-1): O(pN) time. Runs with the same
+    seed and tau share their Brownian paths, whatever the batch size. Differentiable in x0 and in the parameters of the
+    system (all steps are then kept).
+
+    Args:
+        system: what moves.
+        x0: positions `(N, D)` or, for R independent replicas, `(R, N, D)`; second-order systems take (positions,
+            velocities).
+        horizon: T > 0.
+        tau: step, 0 < tau <= T.
+        batch_size: p >= 2. Where p does not divide N, sizes differ by at most one and each batch divides by its own
+            size minus one; odd N with p = 2 has one batch of three.
+        seed: of divisions and noise.
+        method: "euler" (default), "rk4", "pair-flow", or "baoab" (default in second order).
+        save_every: steps between saved states; None saves the first and the last.
+        replacement: RBM-r: N/p batches picked one after the other, with replacement, are one step. Its Brownian paths
+            are its own, since particles move at different moments.
+        normalise: put the points on the sphere first instead of refusing those off it.
+        compiled: machine code for small batches (needs numba); None where it pays, True or an error.
+        progress: True for a bar, or a function of (steps done, steps).
+
+    Raises:
+        ValueError: for bad input. A state that becomes infinite or NaN is not an error: the run stops with a warning
+            that names the step, and what was computed is returned.
+    """
+    z = _state(system, x0, normalise)
+    steps = _check(system, z, horizon, tau, batch_size, save_every)
+    name = method or ("baoab" if system.second_order else "euler")
+    stepper = _stepper(system, name, z.shape[-2], batch_size)
+    run = _Run(
+        system,
+        z,
+        stepper,
+        batch_size,
+        seed,
+        replacement,
+        _machine_code(system, z, name, batch_size, steps, replacement, compiled),
+    )
+    saved, times, stopped = [z if z.requires_grad else z.clone()], [0.0], None
+    keep = torch.enable_grad() if run.differentiable else torch.no_grad()
+    with keep, _shown(progress, steps) as show:
+        for k in range(steps):
+            now = min(horizon, (k + 1) * tau)
+            run.advance(k, now - min(horizon, k * tau))
+            if not math.isfinite(float(run.z.detach().sum())) and not bool(run.z.isfinite().all()):
+                stopped = _explain(system, k + 1, steps, tau)
+                warnings.warn(stopped, RuntimeWarning, stacklevel=2)
+                break
+            if k + 1 == steps or (save_every and (k + 1) % save_every == 0):
+                saved.append(run.state if run.differentiable else run.state.clone())
+                times.append(now)
+            show(k + 1, steps)
+    states = torch.stack(saved)
+    if x0_is_single(x0):
+        states = states.squeeze(1)
+    x, v = states.chunk(2, -1) if system.second_order else (states, None)
+    return Trajectory(torch.tensor(times, dtype=torch.float64), x, v, stopped)
+
+
+def x0_is_single(x0: Tensor | tuple[Tensor, Tensor]) -> bool:
+    """Whether there is one replica, without a dimension for it."""
+    return (x0 if isinstance(x0, Tensor) else x0[0]).dim() == 2
+
+
+class _Run:
+    """The state of a simulation, and one step of it."""
+
+    def __init__(
+        self,
+        system: System,
+        z: Tensor,
+        stepper: Stepper,
+        batch_size: int | None,
+        seed: int,
+        replacement: bool,
+        code: Any,
+    ) -> None:
+        self.system, self.stepper, self.batch_size, self.seed = system, stepper, batch_size, seed
+        self.replicas, self.n, self.width = z.shape
+        self.dim = self.width // 2 if system.second_order else self.width
+        self.replacement, self.code = replacement, code
+        self.differentiable = torch.is_grad_enabled() and (z.requires_grad or system.needs_grad())
+        self.z = z.reshape(-1, self.width)
+        if not self.differentiable:
+            self.z = self.z.detach().clone()
+        self.masses = None if system.masses is None else system.masses.to(z)
+        self.exact = batch_size is None or batch_size >= self.n
+        self.xi: Tensor | None = None
+
+    @property
+    def state(self) -> Tensor:
+        return self.z.view(self.replicas, self.n, self.width)
+
+    def advance(self, step: int, dt: float) -> None:
+        """One step of length dt."""
+        if self.replacement and not self.exact:
+            self._advance_by_picks(step, dt)
+            return
+        xi = self._noise(step)
+        if self.exact:
+            mass = None if self.masses is None else self.masses.expand(self.replicas, self.n)
+            noise = None if xi is None else xi.view(self.replicas, self.n, self.dim)
+            z = self.stepper(self.system, self.state, mass, self.n, dt, noise)
+            self.z = z.reshape(-1, self.width)
+            return
+        assert self.batch_size is not None
+        if self.code is not None:
+            for r in range(self.replicas):
+                self.code(self.state[r], fold_in(self.seed, _DIVISIONS, step, r), dt)
+            return
+        seeds = [fold_in(self.seed, _DIVISIONS, step, r) for r in range(self.replicas)]
+        rows = division_blocks(self.n, self.batch_size, seeds, self._rows_per_block(), self.z.device)
+        self._move(rows, dt, xi)
+
+    def _move(self, blocks: Iterator[Tensor], dt: float, xi: Tensor | None) -> None:
+        """Batches are disjoint: each is moved in place, or all results go into one new state for gradients."""
+        done = []
+        for rows in blocks:
+            flat = rows.reshape(-1)
+            z = self.z.index_select(0, flat).view(*rows.shape, self.width)
+            mass = None if self.masses is None else self.masses[rows % self.n]
+            noise = None if xi is None else xi.index_select(0, flat).view(*rows.shape, self.dim)
+            z = self.stepper(self.system, z, mass, self.n, dt, noise).view(-1, self.width)
+            if self.differentiable:
+                done.append((flat, z))
+            else:
+                self.z.index_copy_(0, flat, z)
+        if done:
+            self.z = self.z.index_copy(0, torch.cat([rows for rows, _ in done]), torch.cat([z for _, z in done]))
+
+    def _advance_by_picks(self, step: int, dt: float) -> None:
+        assert self.batch_size is not None
+        seeds = [fold_in(self.seed, _PICKS, r) for r in range(self.replicas)]
+        generator = torch.Generator(self.z.device).manual_seed(fold_in(self.seed, _NOISE, step))
+        for rows in pick_blocks(self.n, self.batch_size, seeds, step, self.z.device):
+            xi = None
+            if self.system.noisy:
+                xi = torch.zeros(len(self.z), self.dim, dtype=self.z.dtype, device=self.z.device)
+                shape = (rows.numel(), self.dim)
+                xi[rows.reshape(-1)] = torch.randn(shape, generator=generator, dtype=self.z.dtype, device=self.z.device)
+            self._move(iter([rows]), dt, xi)
+
+    def _noise(self, step: int) -> Tensor | None:
+        """Standard normal numbers of a step, by particle: the same for every batch size."""
+        if not self.system.noisy:
+            return None
+        generator = torch.Generator(self.z.device).manual_seed(fold_in(self.seed, _NOISE, step))
+        if self.xi is None or self.differentiable:
+            self.xi = torch.empty(len(self.z), self.dim, dtype=self.z.dtype, device=self.z.device)
+        return self.xi.normal_(generator=generator)
+
+    def _rows_per_block(self) -> int:
+        """Several arrays of `batch x width` and `batch x batch` numbers should stay in the cache together."""
+        assert self.batch_size is not None
+        return rows_per_block(4 * max(self.width, self.batch_size), self.z.device)
+
+
+def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) -> Tensor:
+    """`(R, N, D)` or `(R, N, 2 D)`, checked."""
+    if system.second_order != isinstance(x0, (tuple, list)):
+        wanted = "(positions, velocities)" if system.second_order else "positions alone"
+        raise ValueError(f"this system is of order {1 + system.second_order}: x0 must be {wanted}")
+    x, v = (x0, None) if isinstance(x0, Tensor) else x0
+    if not isinstance(x, Tensor) or x.dim() not in (2, 3) or not x.is_floating_point():
+        came = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"positions must be floats of shape (N, D) or (R, N, D), got {came}")
+    if x.shape[-2] < 2:
+        raise ValueError(f"at least 2 particles are needed, got {x.shape[-2]}: one has nothing to interact with")
+    if v is not None and v.shape != x.shape:
+        raise ValueError(f"velocities must have the shape of positions {tuple(x.shape)}, got {tuple(v.shape)}")
+    if normalise:
+        x = system.space.retract(x)
+    z = x if v is None else torch.cat([x, v], -1)
+    if not bool(z.detach().isfinite().all()):
+        raise ValueError("the initial state has infinite or NaN entries")
+    system.space.check(x)
+    if system.masses is not None and system.masses.shape != (x.shape[-2],):
+        raise ValueError(f"`masses` must have shape ({x.shape[-2]},), got {tuple(system.masses.shape)}")
+    return z if z.dim() == 3 else z[None]
+
+
+def _check(
+    system: System, z: Tensor, horizon: float, tau: float, batch_size: int | None, save_every: int | None
+) -> int:
+    """The number of steps, if all is well."""
+    if not (math.isfinite(horizon) and horizon > 0):
+        raise ValueError(f"`horizon` must be positive, got {horizon}")
+    if not 0 < tau <= horizon:
+        raise ValueError(f"`tau` must be positive and at most the horizon {horizon}, got {tau}")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2):
+        raise ValueError(
+            f"`batch_size` must be an int of at least 2 or None for all pairs, got {batch_size}: alone in its batch, a "
+            "particle has no force"
+        )
+    if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
+        raise ValueError(f"`save_every` must be an int of at least 1, got {save_every}")
+    # A horizon of k steps but for rounding has k steps.
+    return max(1, math.ceil(horizon / tau * (1 - 1e-12)))
+
+
+def _stepper(system: System, name: str, n: int, batch_size: int | None) -> Stepper:
+    if name not in STEPPERS:
+        raise ValueError(f"`method` must be one of {', '.join(STEPPERS)}, got {name!r}")
+    if name == "baoab" and not system.second_order:
+        raise ValueError("baoab is for second-order systems: give the system a friction, or use euler or rk4")
+    if name == "pair-flow":
+        if system.second_order or system.kernel.diagonal(torch.zeros(1, 1)) is not None:
+            raise ValueError("pair-flow is for first-order systems whose particles exert nothing on themselves")
+        largest = n if batch_size is None else layout(n, batch_size)[0][0]
+        if largest > 8:
+            raise ValueError(
+                f"pair-flow takes the pairs of a batch one after the other, and {largest} particles have too many: use "
+                "batch_size=2"
+            )
+    return STEPPERS[name]
+
+
+def _machine_code(
+    system: System, z: Tensor, name: str, batch_size: int | None, steps: int, replacement: bool, wanted: bool | None
+) -> Any:
+    return None
+
+
+def _explain(system: System, step: int, steps: int, tau: float) -> str:
+    mass = 1.0 if system.masses is None else float(system.masses.detach().abs().max())
+    what, size = system.kernel.stiffness(mass)
+    return (
+        f"the state became infinite or NaN in step {step} of {steps}: tau {what} = {tau * size:.3g}, which should stay "
+        "below about 1; take a smaller tau (what was computed before is returned)"
+    )
+
+
+@contextlib.contextmanager
+def _shown(progress: Progress, steps: int) -> Iterator[Callable[[int, int], None]]:
+    if callable(progress):
+        yield progress
+        return
+    if not progress:
+        yield lambda done, total: None
+        return
+    from rich.progress import Progress as Bars
+
+    with Bars(transient=True) as bars:
+        task = bars.add_task("steps", total=steps)
+        yield lambda done, total: bars.update(task, completed=done)
