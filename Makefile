@@ -21,6 +21,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.train
 	$(BIN)/randombatch bench attention
 	$(BIN)/randombatch bench epoch
+	$(BIN)/randombatch bench particles
 
 clean:
 	rm -rf $(VENV)

@@ -5,6 +5,7 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,14 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
-from randombatch.report.tables import print_attention, print_comparison, print_epoch, print_training
+from randombatch.report.tables import (
+    print_attention,
+    print_comparison,
+    print_convergence,
+    print_epoch,
+    print_particles,
+    print_training,
+)
 from randombatch.train.checkpoint import CheckpointError, write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, load_config, parse_assignment, recipe_names
 
@@ -326,6 +334,104 @@ def report(
     console.print(f"written to {out}", highlight=False)
 
 
+def _fractions(text: str) -> tuple[float, ...]:
+    """Numbers like 0.01 or 1/64, separated by commas."""
+    try:
+        return tuple(float(Fraction(part.strip())) for part in text.split(",") if part.strip())
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"expected numbers such as 1/16,1/32, got {text!r}") from None
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(float(part)) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"expected integers such as 2,4,8, got {text!r}") from None
+
+
+@app.command()
+def converge(
+    particles: Annotated[int, typer.Option(help="N.")] = 48,
+    dim: Annotated[int, typer.Option(help="D: they live on the unit sphere of R^D.")] = 3,
+    scale: Annotated[float, typer.Option(help="Frobenius norm of W.")] = 1.0,
+    horizon: Annotated[float, typer.Option(help="T.")] = 1.0,
+    taus: Annotated[str, typer.Option(help="Steps.")] = "1/16,1/32,1/64",
+    batch_sizes: Annotated[str, typer.Option(help="Values of p.")] = "2,3,4,6,8,12,24",
+    replicas: Annotated[int, typer.Option(help="Independent runs of each.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of points, W, weights and divisions.")] = 0,
+    softmax: Annotated[bool, typer.Option(help="Also softmax inside the batch, which has a floor.")] = True,
+    pictures: Annotated[bool, typer.Option(help="Also particles clustering on the sphere (PNG, GIF).")] = True,
+    threads: Annotated[int, typer.Option(help="Threads.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of figures and result.json.")] = Path("runs/converge"),
+    output: Annotated[Path | None, typer.Option("--json", help="Also write result.json here.")] = None,
+) -> None:
+    """Measure the error of random batches in a particle system against its prediction: rates and the constant.
+
+    Attention as particles on the sphere, exact and by random batches; J = tau c g + O(tau^2) with g predicted from a
+    Lyapunov equation, nothing fitted.
+
+    Examples:
+
+        randombatch converge
+        randombatch converge --particles 120 --replicas 100 --no-softmax
+        randombatch converge --taus 1/32,1/64,1/128 --batch-sizes 2,5,10,20 --json rates.json
+    """
+    from randombatch.machine import keep_memory
+    from randombatch.particles import study
+
+    keep_memory()
+    with _clear_errors():
+        settings = study.Settings(
+            particles=particles, dim=dim, scale=scale, horizon=horizon, taus=_fractions(taus),
+            batch_sizes=_integers(batch_sizes), replicas=replicas, seed=seed, softmax=softmax, pictures=pictures,
+            threads=threads,
+        )  # fmt: skip
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError(f"--json: the folder {output.parent} does not exist")
+        out.mkdir(parents=True, exist_ok=True)
+        with _pieces() as piece:
+            result = study.run(settings, piece)
+            for path in (out / "result.json", output):
+                if path is not None:
+                    write_json(path, result)
+            study.draw(settings, result, out, piece)
+    print_convergence(console, result)
+    console.print(f"written to {out}", highlight=False)
+
+
+@bench.command("particles")
+def bench_particles(
+    particles: Annotated[str, typer.Option(help="Values of N.")] = "100000,1000000,10000000",
+    dims: Annotated[str, typer.Option(help="Values of D.")] = "2,8,64",
+    batch_sizes: Annotated[str, typer.Option(help="Values of p.")] = "2,16,64",
+    threads: Annotated[int, typer.Option(help="Threads of every contender.")] = 1,
+    turns: Annotated[int, typer.Option(help="Steps of each; the fastest counts.")] = 5,
+    max_gib: Annotated[float, typer.Option(help="Leave out states that need more.")] = 6.0,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Time of one random batch step of particles, beside all pairs and a plain NumPy step.
+
+    Attention on the sphere, Euler, float32. The first N is also run with all pairs, the second beside NumPy: batch by
+    batch as public packages do it, and all batches stacked.
+
+    Examples:
+
+        randombatch bench particles --json particles.json
+        randombatch bench particles --particles 1e4,1e5 --dims 2 --batch-sizes 2
+    """
+    from randombatch.bench import particles as measure
+
+    with _clear_errors():
+        settings = measure.Settings(
+            particles=_integers(particles), dims=_integers(dims), batch_sizes=_integers(batch_sizes), threads=threads,
+            turns=turns, max_gib=max_gib,
+        )  # fmt: skip
+    result = _measure(measure.run, settings, output)
+    print_particles(console, result)
+    if output is not None:
+        write_json(output, result)
+
+
 @bench.command("attention")
 def bench_attention(
     nodes: Annotated[int, typer.Option(help="N; the default is ogbn-arxiv's.")] = 169_343,
@@ -421,14 +527,21 @@ def _measure(function: Callable[..., dict[str, Any]], settings: Any, output: Pat
     """Run a benchmark under progress bars; a failure is one line and code 1."""
     if output is not None and not output.absolute().parent.is_dir():
         refuse(f"--json: the folder {output.parent} does not exist")
+    with _pieces() as piece:
+        try:
+            return function(settings, piece)
+        except (RuntimeError, AssertionError) as error:
+            print(f"randombatch: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _pieces() -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """`piece(title, total)` starts a bar and gives the function that moves it on."""
     with bars() as progress:
 
         def piece(title: str, total: int) -> Callable[[], None]:
             task = progress.add_task(title, total=total)
             return lambda: progress.advance(task)
 
-        try:
-            return function(settings, piece)
-        except (RuntimeError, AssertionError) as error:
-            print(f"randombatch: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+        yield piece

@@ -112,7 +112,7 @@ class Permutation:
         return order, torch.argsort(order)
 
     @functools.cached_property
-    def _tables(self) -> tuple[int, Tensor, Tensor, Tensor]:
+    def tables(self) -> tuple[int, Tensor, Tensor, Tensor]:
         """Bits of the right half, F (rounds, b), G (rounds, periods of a), and left mod a moved into place.
 
         `left` is never reduced between rounds: it grows by less than a in each, and the tables indexed by it repeat
@@ -131,7 +131,7 @@ class Permutation:
         return bits, shift, flip, reduced.repeat(periods).to(dtype)
 
     def _network(self, points: Tensor) -> Tensor:
-        bits, shift, flip, reduced = self._tables
+        bits, shift, flip, reduced = self.tables
         points = points.to(reduced.dtype)
         left, right = points >> bits, points & ((1 << bits) - 1)
         for r in range(DOUBLE_ROUNDS):
@@ -140,7 +140,7 @@ class Permutation:
         return reduced.index_select(0, left).bitwise_or_(right).long()
 
     def _inverse_network(self, points: Tensor) -> Tensor:
-        bits, shift, flip, reduced = self._tables
+        bits, shift, flip, reduced = self.tables
         radix = reduced.numel() // (DOUBLE_ROUNDS + 1)
         points = points.to(reduced.dtype)
         left, right = points >> bits, points & ((1 << bits) - 1)

@@ -85,8 +85,7 @@ def measure_error(
         method: stepper of both.
         reference: run with all pairs (default: the same system).
     """
-    if replicas < 2:
-        raise ValueError(f"`replicas` must be at least 2 for a standard error, got {replicas}")
+    _check(system, x0, horizon, [tau], replicas)
     n, reference = x0.shape[-2], reference or system
     steps = math.ceil(horizon / tau * (1 - 1e-12))
     portion = max(1, min(replicas, HELD // (x0.numel() * (steps + 1))))
@@ -108,6 +107,15 @@ def measure_error(
     each = torch.cat(squares, 1)
     mean, stderr = each.mean(1), each.std(1) / math.sqrt(replicas)
     return Cell(tau, batch_size, excess(n, batch_size), run.t.tolist(), mean.tolist(), stderr.tolist())
+
+
+def _check(system: System, x0: Tensor, horizon: float, taus: Sequence[float], replicas: int) -> None:
+    if system.second_order or not isinstance(x0, Tensor) or x0.dim() != 2:
+        raise ValueError("the study is for first-order systems and one initial state, positions of shape (N, D)")
+    if replicas < 2:
+        raise ValueError(f"`replicas` must be at least 2 for a standard error, got {replicas}")
+    if not all(0 < tau <= horizon for tau in taus):
+        raise ValueError(f"steps must be positive and at most the horizon {horizon}, got {list(taus)}")
 
 
 def convergence(
@@ -146,7 +154,8 @@ def convergence(
         {value, low, high}, `bound` (the smallest C with J <= C (tau/(p-1) + tau^2) in all cells), `rows` (cells), and
         `prediction` {t, g}.
     """
-    n = x0.shape[-2]
+    _check(system, x0, horizon, taus, replicas)
+    n = len(x0)
     taus, batch_sizes = sorted(set(map(float, taus)), reverse=True), sorted(set(batch_sizes))
     if len(taus) < 2 or len(batch_sizes) < 2:
         raise ValueError(f"rates need at least two steps and two batch sizes, got {taus} and {batch_sizes}")
@@ -154,8 +163,10 @@ def convergence(
         raise ValueError(
             f"batch sizes must be from 2 to N - 1 = {n - 1}, got {batch_sizes}: with p = N there is no error"
         )
-    if len(taus) * len(batch_sizes) < 4:
-        raise ValueError("the fit has three parameters: give at least four cells")
+    if len({inverse_size(n, p) for p in batch_sizes}) < 2:
+        raise ValueError(f"batch sizes {batch_sizes} divide {n} particles alike: there is nothing to compare")
+    # First, so that a system which it does not cover is refused before the work.
+    predicted = predict_error(system, x0, horizon, seed=seed) if predict else None
     cells: list[Cell] = []
     for tau in taus:
         for p in batch_sizes:
@@ -172,8 +183,7 @@ def convergence(
         "bound": max(c.sup / (c.tau / (c.batch_size - 1) + c.tau**2) for c in cells),
         "rows": [_row(c) for c in cells],
     }  # fmt: skip
-    if predict:
-        predicted = predict_error(system, x0, horizon, seed=seed)
+    if predicted is not None:
         at = int(predicted.g.argmax())
         g |= {"predicted": float(predicted.g[at]), "predicted_stderr": float(predicted.stderr[at])}
         g["z"] = (g["measured"] - g["predicted"]) / math.hypot(g["stderr"], g["predicted_stderr"])
@@ -241,6 +251,8 @@ def softmax_floor(
 
     For every batch size: as it is, with `self_correction`, and the kernel that the theorem covers, which has no floor.
     """
+    if len(set(taus)) < 2:
+        raise ValueError(f"the limit of small steps needs at least two of them, got {list(taus)}")
     x0, default = sphere_example(num_particles, 3, seed)
     w = default if w is None else w
     kernel = Attention(w)

@@ -5,13 +5,13 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from randombatch.attention.blocks import rows_per_block
 from randombatch.particles.batches import division_blocks, layout, pick_blocks
+from randombatch.particles.compiled import WORTH, CompiledStep, obstacle
 from randombatch.particles.steppers import STEPPERS, Stepper
 from randombatch.particles.system import System
 from randombatch.permutation import fold_in
@@ -88,18 +88,12 @@ def simulate(
     """
     z = _state(system, x0, normalise)
     steps = _check(system, z, horizon, tau, batch_size, save_every)
-    name = method or ("baoab" if system.second_order else "euler")
-    stepper = _stepper(system, name, z.shape[-2], batch_size)
-    run = _Run(
-        system,
-        z,
-        stepper,
-        batch_size,
-        seed,
-        replacement,
-        _machine_code(system, z, name, batch_size, steps, replacement, compiled),
-    )
-    saved, times, stopped = [z if z.requires_grad else z.clone()], [0.0], None
+    pays = z.shape[0] * z.shape[1] * steps >= WORTH
+    run = Simulation(
+        system, z, batch_size=batch_size, seed=seed, method=method, replacement=replacement,
+        compiled=pays and None if compiled is None else compiled,
+    )  # fmt: skip
+    saved, times, stopped = [z], [0.0], None
     keep = torch.enable_grad() if run.differentiable else torch.no_grad()
     with keep, _shown(progress, steps) as show:
         for k in range(steps):
@@ -125,30 +119,50 @@ def x0_is_single(x0: Tensor | tuple[Tensor, Tensor]) -> bool:
     return (x0 if isinstance(x0, Tensor) else x0[0]).dim() == 2
 
 
-class _Run:
-    """The state of a simulation, and one step of it."""
+class Simulation:
+    """The state of a simulation, and one step of it: what `simulate` drives.
+
+    Args:
+        system: what moves.
+        z: `(R, N, D)` positions, or `(R, N, 2 D)` positions and velocities; it is not changed.
+        batch_size, seed, method, replacement: as for `simulate`.
+        compiled: machine code: True or an error, None if it can, False never.
+    """
 
     def __init__(
         self,
         system: System,
         z: Tensor,
-        stepper: Stepper,
+        *,
         batch_size: int | None,
-        seed: int,
-        replacement: bool,
-        code: Any,
+        seed: int = 0,
+        method: str | None = None,
+        replacement: bool = False,
+        compiled: bool | None = False,
     ) -> None:
-        self.system, self.stepper, self.batch_size, self.seed = system, stepper, batch_size, seed
+        name = method or ("baoab" if system.second_order else "euler")
+        self.system, self.batch_size, self.seed, self.replacement = system, batch_size, seed, replacement
         self.replicas, self.n, self.width = z.shape
         self.dim = self.width // 2 if system.second_order else self.width
-        self.replacement, self.code = replacement, code
-        self.differentiable = torch.is_grad_enabled() and (z.requires_grad or system.needs_grad())
+        self.stepper = _stepper(system, name, z, batch_size)
+        self.differentiable = torch.is_grad_enabled() and (
+            z.requires_grad or system.needs_grad() or system.hides_grad(z)
+        )
+        self.exact = batch_size is None or batch_size >= self.n
+        self.code = self._compile(z, name) if compiled is not False else None
+        if compiled and self.code is None:
+            why = obstacle(system, z, name, batch_size, replacement)
+            raise ValueError(f"compiled=True cannot run this simulation: {why}")
         self.z = z.reshape(-1, self.width)
         if not self.differentiable:
             self.z = self.z.detach().clone()
         self.masses = None if system.masses is None else system.masses.to(z)
-        self.exact = batch_size is None or batch_size >= self.n
         self.xi: Tensor | None = None
+
+    def _compile(self, z: Tensor, name: str) -> CompiledStep | None:
+        if self.batch_size is None or obstacle(self.system, z, name, self.batch_size, self.replacement):
+            return None
+        return CompiledStep(self.system, z, self.batch_size)
 
     @property
     def state(self) -> Tensor:
@@ -169,7 +183,8 @@ class _Run:
         assert self.batch_size is not None
         if self.code is not None:
             for r in range(self.replicas):
-                self.code(self.state[r], fold_in(self.seed, _DIVISIONS, step, r), dt)
+                noise = None if xi is None else xi.view(self.replicas, self.n, self.dim)[r]
+                self.code(self.state[r], fold_in(self.seed, _DIVISIONS, step, r), dt, noise)
             return
         seeds = [fold_in(self.seed, _DIVISIONS, step, r) for r in range(self.replicas)]
         rows = division_blocks(self.n, self.batch_size, seeds, self._rows_per_block(), self.z.device)
@@ -229,16 +244,18 @@ def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) 
         raise ValueError(f"positions must be floats of shape (N, D) or (R, N, D), got {came}")
     if x.shape[-2] < 2:
         raise ValueError(f"at least 2 particles are needed, got {x.shape[-2]}: one has nothing to interact with")
-    if v is not None and v.shape != x.shape:
-        raise ValueError(f"velocities must have the shape of positions {tuple(x.shape)}, got {tuple(v.shape)}")
+    if system.second_order and (not isinstance(v, Tensor) or v.shape != x.shape):
+        came = str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__
+        raise ValueError(f"velocities must have the shape of positions {tuple(x.shape)}, got {came}")
     if normalise:
         x = system.space.retract(x)
     z = x if v is None else torch.cat([x, v], -1)
     if not bool(z.detach().isfinite().all()):
         raise ValueError("the initial state has infinite or NaN entries")
     system.space.check(x)
-    if system.masses is not None and system.masses.shape != (x.shape[-2],):
-        raise ValueError(f"`masses` must have shape ({x.shape[-2]},), got {tuple(system.masses.shape)}")
+    if system.masses is not None and (not isinstance(system.masses, Tensor) or system.masses.shape != (x.shape[-2],)):
+        came = str(tuple(system.masses.shape)) if isinstance(system.masses, Tensor) else type(system.masses).__name__
+        raise ValueError(f"`masses` must be a tensor of shape ({x.shape[-2]},), got {came}")
     return z if z.dim() == 3 else z[None]
 
 
@@ -261,27 +278,21 @@ def _check(
     return max(1, math.ceil(horizon / tau * (1 - 1e-12)))
 
 
-def _stepper(system: System, name: str, n: int, batch_size: int | None) -> Stepper:
+def _stepper(system: System, name: str, z: Tensor, batch_size: int | None) -> Stepper:
     if name not in STEPPERS:
         raise ValueError(f"`method` must be one of {', '.join(STEPPERS)}, got {name!r}")
     if name == "baoab" and not system.second_order:
         raise ValueError("baoab is for second-order systems: give the system a friction, or use euler or rk4")
     if name == "pair-flow":
-        if system.second_order or system.kernel.diagonal(torch.zeros(1, 1)) is not None:
+        if system.second_order or system.kernel.diagonal(z[:, :1]) is not None:
             raise ValueError("pair-flow is for first-order systems whose particles exert nothing on themselves")
-        largest = n if batch_size is None else layout(n, batch_size)[0][0]
+        largest = z.shape[1] if batch_size is None else layout(z.shape[1], batch_size)[0][0]
         if largest > 8:
             raise ValueError(
                 f"pair-flow takes the pairs of a batch one after the other, and {largest} particles have too many: use "
                 "batch_size=2"
             )
     return STEPPERS[name]
-
-
-def _machine_code(
-    system: System, z: Tensor, name: str, batch_size: int | None, steps: int, replacement: bool, wanted: bool | None
-) -> Any:
-    return None
 
 
 def _explain(system: System, step: int, steps: int, tau: float) -> str:

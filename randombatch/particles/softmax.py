@@ -44,7 +44,7 @@ class SoftmaxAttention(System):
             if self.self_correction and size < num_particles:
                 own = torch.arange(start, start + x.shape[-2], device=z.device)[:, None]
                 others = own != torch.arange(size, device=z.device)
-                logits = logits + others * math.log((num_particles - 1) / (size - 1))
+                logits = logits + others.to(logits.dtype) * math.log((num_particles - 1) / (size - 1))
             tiles.append(logits.softmax(-1) @ values)
         pull = torch.cat(tiles, -2)
         if self.drift is not None:

@@ -49,7 +49,10 @@ class Box(Space):
         return d - self.length * torch.round(d.detach() / self.length)
 
     def retract(self, x: Tensor) -> Tensor:
-        return x - self.length * torch.floor(x.detach() / self.length)
+        x = x - self.length * torch.floor(x.detach() / self.length)
+        # Rounding can leave a point just below 0, or on the far side: -1e-20 is 0, not the length.
+        x = torch.where(x < 0, x + self.length, x)
+        return torch.where(x >= self.length, x - self.length, x)
 
 
 class Sphere(Space):

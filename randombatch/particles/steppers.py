@@ -38,7 +38,8 @@ def rk4(system: System, z: Tensor, mass: Tensor | None, n: int, dt: float, xi: T
 def pair_flow(system: System, z: Tensor, mass: Tensor | None, n: int, dt: float, xi: Tensor | None) -> Tensor:
     """The exact flow of each pair, then drift and noise by Euler: for kernels that a step cannot resolve.
 
-    Exact for batches of two; in one of s every pair acts for dt / (s-1), one after the other.
+    Exact for batches of two (in a box as long as they do not part by half its side); in one of s every pair acts for
+    dt / (s-1), one after the other.
     """
     particles = list(z.unbind(-2))
     masses = [1.0] * len(particles) if mass is None else [m[..., None] for m in mass.unbind(-1)]
@@ -54,7 +55,10 @@ def pair_flow(system: System, z: Tensor, mass: Tensor | None, n: int, dt: float,
 
 
 def baoab(system: System, z: Tensor, mass: Tensor | None, n: int, dt: float, xi: Tensor | None) -> Tensor:
-    """Langevin: half kick, half move, exact friction and noise, half move, half kick."""
+    """Langevin: half kick, half move, exact friction and noise, half move, half kick.
+
+    Order 2; order 1 where the kernel acts on velocities, whose half kicks are explicit.
+    """
     x, v = z.chunk(2, -1)
     gamma = system.friction or 0.0
     v = v + dt / 2 * system.force(z, mass, n)

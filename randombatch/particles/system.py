@@ -105,6 +105,14 @@ class System:
         tensors = [*self.kernel.tensors(), *([] if self.masses is None else [self.masses])]
         return any(t.requires_grad for t in tensors)
 
+    def hides_grad(self, z: Tensor) -> bool:
+        """Whether drift, noise or kernel use parameters that need gradients: two particles of z `(R, N, ...)` tell."""
+        two = z[:1, :2].detach()
+        mass = None if self.masses is None else self.masses[:2].to(two).detach()
+        sigma = self.diffusion(two.chunk(2, -1)[0] if self.second_order else two)
+        force = self.force(two, mass, z.shape[-2])
+        return force.requires_grad or (isinstance(sigma, Tensor) and sigma.requires_grad)
+
 
 def dyson(num_particles: int) -> System:
     """Dyson's Brownian motion scaled so that its law tends to the semicircle of radius sqrt(2).

@@ -23,17 +23,20 @@ from torch import Tensor
 
 from randombatch.division import orders
 from randombatch.particles.batches import inverse_size, layout
+from randombatch.particles.kernels import BoundedConfidence
 from randombatch.particles.simulate import _state
 from randombatch.particles.steppers import rk4
-from randombatch.particles.system import System
+from randombatch.particles.system import TILE, System
 from randombatch.permutation import fold_in
 
 # Above so many numbers the covariance matrix is sampled, not stored.
-DENSE_LIMIT = 1024
+DENSE_LIMIT = 192
 
 
 def excess(num_particles: int, batch_size: int) -> float:
     """c = u - 1/(N-1), what the batch size does to the error; 0 for one batch of all."""
+    if batch_size < 2:
+        raise ValueError(f"`batch_size` must be at least 2, got {batch_size}: alone, a particle has no force")
     return max(0.0, inverse_size(num_particles, batch_size) - 1 / (num_particles - 1))
 
 
@@ -62,8 +65,9 @@ class ErrorPrediction:
         return (2 * self.error(tau, batch_size)).sqrt()
 
     def step_for(self, rms: float, batch_size: int) -> float:
-        """The largest tau whose predicted root mean square error stays below `rms` at all times."""
-        return rms**2 / (2 * excess(self.num_particles, batch_size) * float(self.g.max()))
+        """The largest tau whose predicted root mean square error stays below `rms` at all times; inf without error."""
+        rate = 2 * excess(self.num_particles, batch_size) * float(self.g.max())
+        return rms**2 / rate if rate else math.inf
 
 
 def predict_error(
@@ -83,26 +87,23 @@ def predict_error(
     which needs products with the Jacobian only: time O(steps S N^2), memory O(S N).
 
     Args:
-        system: noise must not depend on the state.
+        system: K must be differentiable along the path, and noise must not depend on the state.
         x0: `(N, D)`, or (positions, velocities).
         horizon: T.
-        steps: of the exact trajectory; the error in g is O(1 / steps^2).
-        samples: S, to sample where the equation could be solved too, or to sample more (default 8).
+        steps: of the exact trajectory; the error in g is O(1 / steps^2), with noise O(1 / steps).
+        samples: S, to sample where the equation could be solved too, or to sample more (default: 20,000 / N, from 8 to
+            64).
         paths: Brownian paths to average over (default 1, with noise 8).
         seed: of samples and paths.
     """
     z = _state(system, x0, False)
     if len(z) != 1:
         raise ValueError(f"the prediction is for one initial state, got {len(z)} replicas: pass one of them")
-    if callable(system.noise):
-        raise ValueError("noise that depends on the state is not covered: its effect on the error is not linear")
-    if steps < 1 or not horizon > 0:
-        raise ValueError(f"`steps` and `horizon` must be positive, got {steps} and {horizon}")
-    if samples is not None and samples < 2:
-        raise ValueError(f"`samples` must be at least 2 for a standard error, got {samples}")
+    _check(system, horizon, steps, samples, paths)
+    t = torch.linspace(0, horizon, steps + 1, dtype=torch.float64)
     if z.shape[1] < 4:
         zeros = torch.zeros(steps + 1, dtype=torch.float64)
-        return ErrorPrediction(torch.linspace(0, horizon, steps + 1).double(), zeros, zeros, z.shape[1])
+        return ErrorPrediction(t, zeros, zeros, z.shape[1])
     z = z[0].detach()
     dense = samples is None and z.numel() <= DENSE_LIMIT
     curves = []
@@ -112,15 +113,32 @@ def predict_error(
             curves.append(
                 _lyapunov(system, z, horizon, steps, one)
                 if dense
-                else _sampled(system, z, horizon, steps, samples or 8, one)
+                else _sampled(system, z, horizon, steps, samples or max(8, min(64, 20_000 // len(z))), one)
             )
     means = torch.stack([mean for mean, _ in curves])
     if len(curves) > 1:
         stderr = means.std(0) / math.sqrt(len(curves))
     else:
         stderr = curves[0][1]
-    t = torch.linspace(0, horizon, steps + 1, dtype=torch.float64)
-    return ErrorPrediction(t, means.mean(0), stderr, z.shape[0])
+    g = means.mean(0)
+    if not bool(g.isfinite().all()):
+        raise ValueError(f"the exact trajectory or its derivative became infinite in {steps} steps: give more `steps`")
+    return ErrorPrediction(t, g, stderr, z.shape[0])
+
+
+def _check(system: System, horizon: float, steps: int, samples: int | None, paths: int | None) -> None:
+    if type(system).force is not System.force:
+        raise ValueError(f"{type(system).__name__} is not covered: its batch force is biased, so an error remains")
+    if isinstance(system.kernel, BoundedConfidence):
+        raise ValueError("BoundedConfidence is not covered: it jumps at its radius, which the linear equation misses")
+    if callable(system.noise):
+        raise ValueError("noise that depends on the state is not covered: its effect on the error is not linear")
+    if steps < 1 or not 0 < horizon < math.inf:
+        raise ValueError(f"`steps` and `horizon` must be positive, got {steps} and {horizon}")
+    if samples is not None and samples < 2:
+        raise ValueError(f"`samples` must be at least 2 for a standard error, got {samples}")
+    if paths is not None and paths < 1:
+        raise ValueError(f"`paths` must be at least 1, got {paths}")
 
 
 def pair_forces(system: System, z: Tensor) -> Tensor:
@@ -168,7 +186,7 @@ def _lyapunov(system: System, z: Tensor, horizon: float, steps: int, seed: int) 
     added, g = _phase_covariance(system, z), [0.0]
     for k in range(steps):
         step = functools.partial(_exact_step, system, h=h, xi=_noise(system, z, seed, k))
-        jacobian = torch.func.jacrev(step)(z).reshape(z.numel(), z.numel())
+        jacobian = torch.func.jacrev(step, chunk_size=max(1, TILE // (n * z.numel())))(z).view(p.shape)
         p = jacobian @ (p + h / 2 * added) @ jacobian.T
         z = step(z)
         added = _phase_covariance(system, z)

@@ -104,3 +104,41 @@ def print_ratios(console: Console, ratios: dict[str, Any]) -> None:
         elif value is not None:
             table.add_row(name, f"{value:,.0f}" if name.endswith("bytes") else f"{value:.3f}")
     console.print(table)
+
+
+def print_convergence(console: Console, result: dict[str, Any]) -> None:
+    """`converge`: cells, the constant, slopes, and what softmax leaves."""
+    s = result["settings"]
+    title = "N = {particles}, D = {dim}, T = {horizon:g}, {replicas} replicas".format(**s)
+    table = Table("τ", "p", "sup J", "J / (τ c)", title=title)
+    for row in result["rows"]:
+        j, q = f"{row['sup']:.3e} ± {row['sup_stderr']:.1e}", f"{row['q']:.4f} ± {row['q_stderr']:.4f}"
+        table.add_row(f"{row['tau']:g}", str(row["batch_size"]), j, q)
+    console.print(table)
+    g, fit = result["g"], result["fit"]
+    lines = [
+        "g measured {measured:.4f} ± {stderr:.4f}, predicted {predicted:.4f} ({z:+.2f} standard errors)".format(**g),
+        "fit J / (τ c) = g + τ (a + b u): a = {a:.2f}, b = {b:.2f}, chi2 {chi2:.1f} on {dof}".format(**fit),
+    ]
+    for name, what in (("slope_tau", "τ"), ("slope_c", "c")):
+        lines.append("slope in {} {value:.3f} [{low:.3f}, {high:.3f}]".format(what, **result[name]))
+    lines.append(f"bound: J <= {result['bound']:.3f} (τ/(p-1) + τ²) in all of these")
+    console.print("\n".join(lines), highlight=False, markup=False)
+    if "softmax" in result:
+        table = Table("dynamics", "p", "J as τ → 0", title="normalised inside the batch: not covered by the theorem")
+        for row in result["softmax"]:
+            floor = f"{row['floor']:.2e} ± {row['floor_stderr']:.1e}"
+            table.add_row(row["kind"], str(row["batch_size"]), floor)
+        console.print(table)
+
+
+def print_particles(console: Console, result: dict[str, Any]) -> None:
+    """`bench particles`."""
+    table = Table("what", "N", "D", "p", "step ms", "ns per particle", "path", "process GB")
+    for row in result["rows"]:
+        memory = f"{row['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in row else ""
+        numbers = f"{row['particles']:,}", str(row["dim"]), f"{row['batch_size']:,}"
+        times = f"{1e3 * row['seconds']:.2f}", f"{row['ns_per_particle']:.1f}"
+        table.add_row(row["name"], *numbers, *times, row.get("path", ""), memory)
+    console.print(table)
+    print_ratios(console, result["ratios"])

@@ -1,0 +1,288 @@
+"""The Euler step of small batches as machine code: the same numbers as the tensor path up to rounding.
+
+A batch of a few particles in a few dimensions is less work than the overhead of a tensor operation on it, so here one
+function draws the division, gathers a batch, moves it and puts it back, all in registers and the innermost cache. It
+is built for one kernel, batch size and dimension (about a second) and runs in as many threads as torch has.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from randombatch.particles.batches import layout
+from randombatch.particles.kernels import (
+    Attention,
+    BoundedConfidence,
+    Consensus,
+    Coulomb,
+    Gaussian,
+    Kernel,
+    LogGas,
+    Morse,
+    Wealth,
+)
+from randombatch.particles.spaces import Box, Euclidean, Sphere
+from randombatch.particles.system import System
+from randombatch.permutation import DOUBLE_ROUNDS, SORTED_BELOW, Permutation, sorted_order
+
+# Beyond these, products of matrices win.
+MAX_BATCH, MAX_DIM = 16, 16
+# Particle steps that are worth a second of compilation.
+WORTH = 20_000_000
+_CHUNK = 4096  # positions whose items are drawn at a time
+_RATIONAL = {"reassoc", "contract", "arcp", "nsz"}  # leaves infinities and NaN as they are
+
+
+def obstacle(system: System, z: Tensor, method: str, batch_size: int | None, replacement: bool) -> str | None:
+    """Why machine code cannot run this simulation, None if it can."""
+    if batch_size is None or batch_size >= z.shape[-2] or replacement:
+        return "it takes random divisions only"
+    if method != "euler" or system.second_order:
+        return "it takes Euler steps of first-order systems only"
+    if type(system.kernel) not in _KNOWN or getattr(system.kernel, "v", None) is not None:
+        return f"it does not know the kernel {type(system.kernel).__name__}"
+    if type(system) is not System or type(system.space) not in (Euclidean, Box, Sphere):
+        return "it does not know this system"
+    if system.drift is not None or callable(system.noise):
+        return "it cannot call a Python function for drift or noise"
+    if max(size for size, _ in layout(z.shape[-2], batch_size)) > MAX_BATCH or z.shape[-1] > MAX_DIM:
+        return f"it takes batches of at most {MAX_BATCH} in at most {MAX_DIM} dimensions"
+    if z.device.type != "cpu" or z.dtype not in (torch.float32, torch.float64):
+        return "it takes float32 and float64 on the CPU only"
+    if torch.is_grad_enabled() and (z.requires_grad or system.needs_grad()):
+        return "it has no gradients"
+    try:
+        import numba  # noqa: F401
+    except ModuleNotFoundError:
+        return "it needs numba: pip install 'randombatch[train]'"
+    return None
+
+
+class CompiledStep:
+    """Moves one replica `(N, D)` in place by one step, its division named by a seed."""
+
+    def __init__(self, system: System, z: Tensor, batch_size: int) -> None:
+        self.n, self.dim = z.shape[-2], z.shape[-1]
+        self.layout = layout(self.n, batch_size)
+        self.real = np.float32 if z.dtype == torch.float32 else np.float64
+        self.sigma = 0.0 if callable(system.noise) else float(system.noise)
+        self.mass = np.ones(1, self.real) if system.masses is None else system.masses.detach().to(z).cpu().numpy()
+        self.w = np.zeros((1, 1), self.real)
+        if isinstance(system.kernel, Attention):
+            w = system.kernel.w
+            w = w.detach().to(z).cpu() if isinstance(w, Tensor) else w * torch.eye(self.dim, dtype=z.dtype)
+            self.w = np.ascontiguousarray(w.numpy())
+        length = system.space.length if isinstance(system.space, Box) else 0.0
+        self.codes = [
+            _build(
+                _weight(system.kernel, self.real), isinstance(system.kernel, Attention), size, self.dim, self.real,
+                isinstance(system.space, Sphere), length, system.masses is not None, self.sigma > 0,
+            )
+            for size, _ in self.layout
+        ]  # fmt: skip
+        self.threads = torch.get_num_threads()
+        self.pool = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
+
+    def __call__(self, x: Tensor, seed: int, dt: float, xi: Tensor | None) -> None:
+        """One step of `x` `(N, D)`, contiguous, with standard normal `xi` of its shape."""
+        state = x.numpy()
+        noise = np.zeros((1, self.dim), self.real) if xi is None else xi.numpy()
+        tables = self._tables(seed)
+        jobs, start = [], 0
+        for (size, many), code in zip(self.layout, self.codes, strict=True):
+            share = -(-many // self.threads)
+            scale, shock = self.real(dt / (size - 1)), self.real(self.sigma * math.sqrt(dt))
+            for first in range(0, many, share):
+                count = min(share, many - first)
+                position = start + first * size
+                jobs.append((code, (state, self.mass, noise, self.w, *tables, position, count, scale, shock)))
+            start += size * many
+        if self.pool is None:
+            for code, arguments in jobs:
+                code(*arguments)
+        else:
+            for future in [self.pool.submit(code, *arguments) for code, arguments in jobs]:
+                future.result()
+
+    def _tables(self, seed: int) -> tuple[Any, ...]:
+        """N, the permutation's tables, and for few particles its values."""
+        if self.n < SORTED_BELOW:
+            none = np.zeros((1, 1), np.int32)
+            return self.n, 0, none, none, none[0], sorted_order(self.n, seed).numpy()
+        bits, shift, flip, reduced = Permutation(self.n, seed).tables
+        return self.n, bits, shift.numpy(), flip.numpy(), reduced.numpy(), np.zeros(0, np.int64)
+
+
+def _constant(kernel: Consensus, real: Any) -> tuple[str, tuple]:
+    return "constant", (real(kernel.strength),)
+
+
+_KNOWN: dict[type[Kernel], Callable[[Any, Any], tuple[str, tuple]]] = {
+    Attention: lambda k, real: ("attention", ()),
+    Consensus: _constant,
+    Wealth: _constant,
+    BoundedConfidence: lambda k, real: ("within", (real(k.strength), real(k.radius**2))),
+    Gaussian: lambda k, real: ("gaussian", (real(k.strength), real(-0.5 / k.length**2))),
+    Morse: lambda k, real: ("morse", (real(2 * k.depth / k.length), real(k.rest), real(1 / k.length))),
+    LogGas: lambda k, real: ("log", (real(-k.strength),)),
+    Coulomb: lambda k, real: ("coulomb", (real(-k.strength),)),
+}
+
+
+@functools.cache
+def _machine_weight(name: str, constants: tuple) -> Any:
+    """s of the squared distance (of the logit for attention), compiled."""
+    import numba
+
+    a, b, c = (*constants, *(np.float64(0),) * 3)[:3]
+    zero = type(a)(0)
+
+    def attention(value):
+        return math.exp(value)
+
+    def constant(r2):
+        return a
+
+    def within(r2):
+        return a if r2 < b else zero
+
+    def gaussian(r2):
+        return a * math.exp(b * r2)
+
+    def morse(r2):
+        if r2 == 0:
+            return zero
+        r = math.sqrt(r2)
+        decay = math.exp((b - r) * c)
+        return a * decay * (1 - decay) / r
+
+    def log(r2):
+        return a / r2 if r2 != 0 else zero
+
+    def coulomb(r2):
+        return a / (r2 * math.sqrt(r2)) if r2 != 0 else zero
+
+    return numba.njit(locals()[name], inline="always")
+
+
+def _weight(kernel: Kernel, real: Any) -> Any:
+    return _machine_weight(*_KNOWN[type(kernel)](kernel, real))
+
+
+@functools.cache
+def _build(
+    weight: Any,
+    attention: bool,
+    size: int,
+    dim: int,
+    real: Any,
+    sphere: bool,
+    length: float,
+    massive: bool,
+    noisy: bool,
+) -> Any:
+    """The step for one batch size; what is fixed here the compiler unrolls."""
+    import numba
+
+    side = real(length)
+    one = real(1)
+
+    @numba.njit(nogil=True, fastmath=_RATIONAL)
+    def draw(items, count, position, n, bits, shift, flip, reduced, order):
+        if len(order):
+            for k in range(count):
+                items[k] = order[position + k]
+            return
+        mask = (1 << bits) - 1
+        for k in range(count):
+            point = position + k
+            while True:
+                left, right = point >> bits, point & mask
+                for r in range(DOUBLE_ROUNDS):
+                    left += shift[r, right]
+                    right ^= flip[r, left]
+                point = reduced[left] | right
+                if point < n:
+                    break
+            items[k] = point
+
+    @numba.njit(nogil=True, fastmath=_RATIONAL)
+    def move(x, mass, xi, w, rows, y, turned, scale, shock):
+        """One batch: its items are `rows`, its particles before the step `y`."""
+        for i in range(size):
+            for a in range(dim):
+                y[i, a] = x[rows[i], a]
+        if attention:
+            for i in range(size):
+                for b in range(dim):
+                    value = real(0)
+                    for a in range(dim):
+                        value += y[i, a] * w[a, b]
+                    turned[i, b] = value
+        for i in range(size):
+            force = turned[size]
+            for a in range(dim):
+                force[a] = 0
+            for j in range(size):
+                if j == i:
+                    continue
+                value = real(0)
+                if attention:
+                    for a in range(dim):
+                        value += turned[i, a] * y[j, a]
+                else:
+                    for a in range(dim):
+                        d = y[j, a] - y[i, a]
+                        if length:
+                            d -= side * np.rint(d / side)
+                        turned[i, a] = d
+                        value += d * d
+                s = weight(value)
+                if massive:
+                    s *= mass[rows[j]]
+                for a in range(dim):
+                    force[a] += s * (y[j, a] if attention else turned[i, a])
+            for a in range(dim):
+                force[a] *= scale
+                if noisy:
+                    force[a] += shock * xi[rows[i], a]
+            if sphere:
+                along, norm = real(0), real(0)
+                for a in range(dim):
+                    along += force[a] * y[i, a]
+                for a in range(dim):
+                    force[a] += y[i, a] * (one - along)
+                    norm += force[a] * force[a]
+                norm = one / math.sqrt(norm)
+                for a in range(dim):
+                    x[rows[i], a] = force[a] * norm
+            else:
+                for a in range(dim):
+                    moved = y[i, a] + force[a]
+                    if length:
+                        moved -= side * math.floor(moved / side)
+                        if moved < 0:
+                            moved += side
+                        if moved >= side:
+                            moved -= side
+                    x[rows[i], a] = moved
+
+    @numba.njit(nogil=True, fastmath=_RATIONAL)
+    def step(x, mass, xi, w, n, bits, shift, flip, reduced, order, position, count, scale, shock):
+        per_chunk = _CHUNK // size
+        items = np.empty(per_chunk * size, np.int64)
+        y = np.empty((size, dim), real)
+        turned = np.empty((size + 1, dim), real)
+        for first in range(0, count, per_chunk):
+            batches = min(per_chunk, count - first)
+            draw(items, batches * size, position + first * size, n, bits, shift, flip, reduced, order)
+            for b in range(batches):
+                move(x, mass, xi, w, items[b * size : (b + 1) * size], y, turned, scale, shock)
+
+    return step

@@ -1,0 +1,182 @@
+"""What is refused, with words that help; and a run that blows up returns what it had."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from randombatch.particles import (
+    Attention,
+    Box,
+    Consensus,
+    Coulomb,
+    CuckerSmale,
+    Function,
+    Gaussian,
+    Morse,
+    Sphere,
+    System,
+    simulate,
+)
+
+PULL = System(kernel=Consensus())
+NEWTON = System(kernel=Consensus(), friction=0.0)
+SPHERE = System(kernel=Attention(1.0), space=Sphere())
+
+
+def points(n: int = 4, d: int = 3) -> torch.Tensor:
+    return torch.randn(n, d)
+
+
+@pytest.mark.parametrize("tau", [0.0, -0.1, math.nan, 1.1])
+def test_steps(tau: float) -> None:
+    with pytest.raises(ValueError, match=r"`tau` must be positive and at most the horizon 1\.0, got"):
+        simulate(PULL, points(), 1.0, tau)
+
+
+@pytest.mark.parametrize("horizon", [0.0, -1.0, math.nan, math.inf])
+def test_horizons(horizon: float) -> None:
+    with pytest.raises(ValueError, match="`horizon` must be positive, got"):
+        simulate(PULL, points(), horizon, 0.1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 0, -2, 2.0, True, "2"])
+def test_batch_sizes(batch_size: Any) -> None:
+    with pytest.raises(ValueError, match="`batch_size` must be an int of at least 2 or None for all pairs"):
+        simulate(PULL, points(), 1.0, 0.1, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("save_every", [0, -1, 2.0])
+def test_saving(save_every: Any) -> None:
+    with pytest.raises(ValueError, match="`save_every` must be an int of at least 1, got"):
+        simulate(PULL, points(), 1.0, 0.1, save_every=save_every)
+
+
+def test_positions() -> None:
+    with pytest.raises(ValueError, match="at least 2 particles are needed, got 1"):
+        simulate(PULL, points(1), 1.0, 0.1)
+    for x0, came in (
+        (torch.randn(4), r"float32 of shape \(4,\)"),
+        (torch.randn(2, 2, 4, 3), r"shape \(2, 2, 4, 3\)"),
+        (torch.ones(4, 3, dtype=torch.int64), "int64"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"positions must be floats of shape \(N, D\) or \(R, N, D\), got .*{came}"
+        ):
+            simulate(PULL, x0, 1.0, 0.1)
+    for bad in (math.nan, math.inf):
+        x0 = points()
+        x0[2, 1] = bad
+        with pytest.raises(ValueError, match="initial state has infinite or NaN entries"):
+            simulate(PULL, x0, 1.0, 0.1)
+
+
+def test_velocities() -> None:
+    with pytest.raises(ValueError, match=r"of order 2: x0 must be \(positions, velocities\)"):
+        simulate(NEWTON, points(), 1.0, 0.1)
+    with pytest.raises(ValueError, match="of order 1: x0 must be positions alone"):
+        simulate(PULL, (points(), points()), 1.0, 0.1)
+    with pytest.raises(ValueError, match=r"velocities must have the shape of positions \(4, 3\), got \(5, 3\)"):
+        simulate(NEWTON, (points(), points(5)), 1.0, 0.1)
+    # Without them an even number of coordinates was once taken for positions and velocities together.
+    with pytest.raises(ValueError, match=r"velocities must have the shape of positions \(4, 2\), got NoneType"):
+        simulate(NEWTON, (points(4, 2), None), 1.0, 0.1)
+    with pytest.raises(ValueError, match="positions must be floats"):
+        simulate(NEWTON, ([1.0], points()), 1.0, 0.1)
+    v = points()
+    v[0, 0] = math.nan
+    with pytest.raises(ValueError, match="infinite or NaN"):
+        simulate(NEWTON, (points(), v), 1.0, 0.1)
+
+
+def test_points_off_the_sphere() -> None:
+    x0 = 3 * Sphere().retract(points())
+    with pytest.raises(ValueError, match="the worst is off by 2: normalise them, or pass normalise=True"):
+        simulate(SPHERE, x0, 1.0, 0.1)
+    run = simulate(SPHERE, x0, 1.0, 0.1, normalise=True)
+    torch.testing.assert_close(run.x[0], x0 / 3)
+    assert torch.equal(run.x, simulate(SPHERE, Sphere().retract(x0), 1.0, 0.1).x)
+    with pytest.raises(ValueError, match="infinite or NaN"):
+        simulate(SPHERE, torch.zeros(4, 3), 1.0, 0.1, normalise=True)
+
+
+def test_masses() -> None:
+    for masses, came in ((torch.ones(3), r"\(3,\)"), (torch.ones(4, 1), r"\(4, 1\)"), ([1.0] * 4, "list")):
+        with pytest.raises(ValueError, match=rf"`masses` must be a tensor of shape \(4,\), got {came}"):
+            simulate(System(kernel=Consensus(), masses=masses), points(), 1.0, 0.1)
+
+
+def test_methods() -> None:
+    with pytest.raises(ValueError, match="`method` must be one of euler, rk4, pair-flow, baoab, got 'leapfrog'"):
+        simulate(PULL, points(), 1.0, 0.1, method="leapfrog")
+    with pytest.raises(ValueError, match="baoab is for second-order systems: give the system a friction"):
+        simulate(PULL, points(), 1.0, 0.1, method="baoab")
+    for n, p, largest in ((12, None, 12), (18, 9, 9), (12, 20, 12)):
+        with pytest.raises(ValueError, match=f"and {largest} particles have too many: use batch_size=2"):
+            simulate(System(kernel=Coulomb()), points(n), 1.0, 0.1, method="pair-flow", batch_size=p)
+    with pytest.raises(ValueError, match="pair-flow is for first-order systems"):
+        simulate(NEWTON, (points(), points()), 1.0, 0.1, method="pair-flow")
+    system = System(kernel=Attention(1.0, torch.eye(3)), space=Sphere())
+    with pytest.raises(ValueError, match="whose particles exert nothing on themselves"):
+        simulate(system, points(), 1.0, 0.1, method="pair-flow", normalise=True, batch_size=2)
+    for kernel in (Gaussian(), Morse(), Attention(1.0)):
+        with pytest.raises(ValueError, match="has no exact pair flow on Euclidean: use euler or rk4"):
+            simulate(System(kernel=kernel), points(), 1.0, 0.1, method="pair-flow", batch_size=2)
+
+
+def test_systems() -> None:
+    with pytest.raises(ValueError, match="second-order systems live on R\\^d or in a box, not on the sphere"):
+        System(kernel=Consensus(), friction=1.0, space=Sphere())
+    with pytest.raises(ValueError, match="`friction` must not be negative, got -1"):
+        System(kernel=Consensus(), friction=-1.0)
+    with pytest.raises(ValueError, match="CuckerSmale acts on velocities: give the system a friction"):
+        System(kernel=CuckerSmale())
+    for noise in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="`noise` must be a number of at least 0 or a function, got"):
+            System(kernel=Consensus(), noise=noise)
+
+
+def test_kernel_functions() -> None:
+    with pytest.raises(ValueError, match=r"must return a tensor of shape \(.*3\) \(pairs x dimension\).*got shape"):
+        simulate(System(kernel=Function(lambda x, y: (y - x).norm(dim=-1))), points(), 1.0, 0.1, batch_size=2)
+    with pytest.raises(ValueError, match="got NoneType"):
+        simulate(System(kernel=Function(lambda x, y: None)), points(), 1.0, 0.1)
+
+
+@pytest.mark.parametrize("p", [None, 2])
+def test_a_run_that_blows_up_says_so_and_keeps_what_it_had(p: int | None) -> None:
+    """Logits of 2000 overflow at once where x' W y is positive: the run ends, it does not raise."""
+    x0 = Sphere().retract(points(6)).repeat(2, 1, 1)
+    masses = torch.full((6,), 2.0)
+    system = System(kernel=Attention(2000.0), masses=masses, space=Sphere())
+    with pytest.warns(RuntimeWarning, match=r"in step \d+ of 100: tau w exp\(\|W\|\) = .*smaller tau") as caught:
+        run = simulate(system, x0, 1.0, 0.01, batch_size=p, save_every=1)
+    assert caught[0].filename == __file__
+    assert run.stopped == str(caught[0].message)
+    step = int(run.stopped.split("in step ")[1].split()[0])
+    assert len(run.t) == len(run.x) == step
+    assert run.t[-1] == pytest.approx(0.01 * (step - 1))
+    assert run.x.isfinite().all()
+    # One step less and nothing happens.
+    if step > 1:
+        short = simulate(system, x0, 0.01 * (step - 1), 0.01, batch_size=p, save_every=1)
+        assert short.stopped is None
+        assert torch.equal(short.x, run.x)
+
+
+def test_an_unstable_step_is_named() -> None:
+    """x' = 30 x doubles and doubles: float32 ends after some forty steps, of which all are returned."""
+    system = System(kernel=Consensus(0.0), drift=lambda x: 30.0 * x.pow(3), space=Box(1e30))
+    with pytest.warns(RuntimeWarning, match=r"in step (\d+) of 100: tau m = 0\.1"):
+        run = simulate(system, 1 + points(4, 1).abs(), 10.0, 0.1, save_every=1)
+    assert 1 < len(run.t) < 100
+    assert run.x.isfinite().all()
+
+
+def test_large_but_finite_is_no_blow_up() -> None:
+    """A sum that overflows is not a state that does."""
+    x0 = torch.full((8, 2), 3e38)
+    run = simulate(System(kernel=Gaussian()), x0, 1.0, 0.5)
+    assert run.stopped is None
+    assert torch.equal(run.final, x0)
