@@ -13,8 +13,8 @@ from torch import Tensor
 
 from randombatch.machine import Peak, machine
 from randombatch.particles.compiled import CompiledStep
+from randombatch.particles.driver import Simulation
 from randombatch.particles.kernels import Attention
-from randombatch.particles.simulate import Simulation
 from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System
 

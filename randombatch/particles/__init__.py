@@ -9,14 +9,14 @@
 | system.py | drift, kernel, masses, noise, friction together, and the force in a batch |
 | batches.py | who interacts in a step: all, a division, random picks |
 | steppers.py | Euler, RK4, exact pair flow, BAOAB: one batch through one step |
-| simulate.py | the driver |
+| driver.py | `simulate`: particles through time |
 | compiled.py | the same Euler step for small batches as machine code |
 | theory.py | covariance of the batch force, Lyapunov equation, `predict_error` |
-| convergence.py | the study that measures what theory.py predicts |
+| rates.py | `convergence`: the study that measures what theory.py predicts |
 | softmax.py | attention normalised inside the batch, which the theory does not cover |
 """
 
-from randombatch.particles.convergence import convergence
+from randombatch.particles.driver import Trajectory, simulate
 from randombatch.particles.kernels import (
     Attention,
     BoundedConfidence,
@@ -30,7 +30,7 @@ from randombatch.particles.kernels import (
     Morse,
     Wealth,
 )
-from randombatch.particles.simulate import Trajectory, simulate
+from randombatch.particles.rates import convergence
 from randombatch.particles.softmax import SoftmaxAttention
 from randombatch.particles.spaces import Box, Euclidean, Sphere
 from randombatch.particles.system import System

@@ -47,6 +47,8 @@ def obstacle(system: System, z: Tensor, method: str, batch_size: int | None, rep
         return "it takes Euler steps of first-order systems only"
     if type(system.kernel) not in _KNOWN or getattr(system.kernel, "v", None) is not None:
         return f"it does not know the kernel {type(system.kernel).__name__}"
+    if isinstance(system.kernel, Attention) and not isinstance(system.space, Sphere):
+        return "it knows attention on the sphere only"
     if type(system) is not System or type(system.space) not in (Euclidean, Box, Sphere):
         return "it does not know this system"
     if system.drift is not None or callable(system.noise):

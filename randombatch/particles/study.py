@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from randombatch.machine import machine
-from randombatch.particles.convergence import convergence, softmax_floor, sphere_example
+from randombatch.particles.driver import simulate
 from randombatch.particles.kernels import Attention
-from randombatch.particles.simulate import simulate
+from randombatch.particles.rates import convergence, softmax_floor, sphere_example
 from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import fold_in

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from randombatch.division import orders
 from randombatch.particles.batches import inverse_size, layout
+from randombatch.particles.driver import _state
 from randombatch.particles.kernels import BoundedConfidence
-from randombatch.particles.simulate import _state
 from randombatch.particles.steppers import rk4
 from randombatch.particles.system import TILE, System
 from randombatch.permutation import fold_in
@@ -47,7 +47,7 @@ class ErrorPrediction:
     Attributes:
         t: `(K + 1,)` times.
         g: `(K + 1,)` g(t).
-        stderr: standard error of g, zero where nothing was sampled.
+        stderr: standard error of g, zero where nothing was sampled, NaN for a single Brownian path.
         num_particles: N.
     """
 
@@ -119,7 +119,8 @@ def predict_error(
     if len(curves) > 1:
         stderr = means.std(0) / math.sqrt(len(curves))
     else:
-        stderr = curves[0][1]
+        # One random path says nothing about others.
+        stderr = torch.full_like(means[0], math.nan) if system.noisy else curves[0][1]
     g = means.mean(0)
     if not bool(g.isfinite().all()):
         raise ValueError(f"the exact trajectory or its derivative became infinite in {steps} steps: give more `steps`")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from randombatch.bench.particles import PEERS, TAU, Settings, example, run
 from randombatch.cli import app
-from randombatch.particles.simulate import Simulation
+from randombatch.particles.driver import Simulation
 
 
 class Fixed:

@@ -27,7 +27,7 @@ from randombatch.particles import (
 )
 from randombatch.particles import compiled as compiled_module
 from randombatch.particles.compiled import obstacle
-from randombatch.particles.simulate import Simulation
+from randombatch.particles.driver import Simulation
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 W = torch.tensor([[0.3, -1.1, 0.2], [0.8, 0.1, -0.4], [-0.5, 0.6, 0.9]], dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_it_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     system, x = System(kernel=Consensus()), points(Euclidean(), 50, torch.float64)
     simulate(system, x, 0.1, 0.05, batch_size=2)
     assert not used
-    monkeypatch.setattr(sys.modules["randombatch.particles.simulate"], "WORTH", 100)
+    monkeypatch.setattr(sys.modules["randombatch.particles.driver"], "WORTH", 100)
     simulate(system, x, 0.1, 0.05, batch_size=2)
     assert len(used) == 2
     simulate(system, x, 0.1, 0.05, batch_size=2, compiled=False)
@@ -133,6 +133,7 @@ def test_what_it_cannot_run_is_said() -> None:
         (System(kernel=CuckerSmale(), friction=0.0), (x, x), {"batch_size": 2}, "first-order"),
         (System(kernel=Function(lambda a, b: b - a)), x, {"batch_size": 2}, "kernel Function"),
         (System(kernel=Attention(1.0, W)), x, {"batch_size": 2}, "kernel Attention"),
+        (System(kernel=Attention(1.0)), x, {"batch_size": 2}, "on the sphere only"),
         (System(kernel=Consensus(), drift=torch.neg), x, {"batch_size": 2}, "Python function"),
         (plain, x, {"batch_size": 20}, "batches of at most 16"),
         (plain, x.clone().requires_grad_(), {"batch_size": 2}, "no gradients"),

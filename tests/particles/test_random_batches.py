@@ -18,7 +18,7 @@ from randombatch.particles import Attention, Consensus, Gaussian, Sphere, System
 from randombatch.particles.kernels import Kernel
 
 # The package exports the function under the name of its module.
-driver: Any = importlib.import_module("randombatch.particles.simulate")
+driver: Any = importlib.import_module("randombatch.particles.driver")
 
 W = torch.tensor([[0.4, 1.3, 0.0], [-0.6, 0.2, 0.5], [0.1, -0.9, 0.3]], dtype=torch.float64)
 

@@ -38,7 +38,7 @@ from randombatch.particles import (
     simulate,
     theory,
 )
-from randombatch.particles.convergence import measure_error, sphere_example
+from randombatch.particles.rates import measure_error, sphere_example
 from randombatch.particles.theory import excess, pair_forces, unit_covariance
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from randombatch.attention.blocks import rows_per_block
 from randombatch.particles.batches import division_blocks, layout, pick_blocks
 from randombatch.particles.compiled import WORTH, CompiledStep, obstacle
+from randombatch.particles.spaces import Box
 from randombatch.particles.steppers import STEPPERS, Stepper
 from randombatch.particles.system import System
 from randombatch.permutation import fold_in
@@ -84,16 +85,17 @@ def simulate(
 
     Raises:
         ValueError: for bad input. A state that becomes infinite or NaN is not an error: the run stops with a warning
-            that names the step, and what was computed is returned.
+            that names the step, and what was computed is returned, up to a state of the last 1/64 of the steps.
     """
     z = _state(system, x0, normalise)
-    steps = _check(system, z, horizon, tau, batch_size, save_every)
+    steps = _check(system, z, horizon, tau, batch_size, save_every, seed)
     pays = z.shape[0] * z.shape[1] * steps >= WORTH
     run = Simulation(
         system, z, batch_size=batch_size, seed=seed, method=method, replacement=replacement,
         compiled=pays and None if compiled is None else compiled,
     )  # fmt: skip
     saved, times, stopped = [z], [0.0], None
+    spare: tuple[float, Tensor] | None = None
     keep = torch.enable_grad() if run.differentiable else torch.no_grad()
     with keep, _shown(progress, steps) as show:
         for k in range(steps):
@@ -106,7 +108,13 @@ def simulate(
             if k + 1 == steps or (save_every and (k + 1) % save_every == 0):
                 saved.append(run.state if run.differentiable else run.state.clone())
                 times.append(now)
+                spare = None
+            elif (k + 1) % max(1, steps // 64) == 0:
+                spare = now, run.state if run.differentiable else run.state.clone()
             show(k + 1, steps)
+    if stopped and spare is not None:
+        times.append(spare[0])
+        saved.append(spare[1])
     states = torch.stack(saved)
     if x0_is_single(x0):
         states = states.squeeze(1)
@@ -247,7 +255,7 @@ def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) 
     if system.second_order and (not isinstance(v, Tensor) or v.shape != x.shape):
         came = str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"velocities must have the shape of positions {tuple(x.shape)}, got {came}")
-    if normalise:
+    if normalise or isinstance(system.space, Box):
         x = system.space.retract(x)
     z = x if v is None else torch.cat([x, v], -1)
     if not bool(z.detach().isfinite().all()):
@@ -260,7 +268,7 @@ def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) 
 
 
 def _check(
-    system: System, z: Tensor, horizon: float, tau: float, batch_size: int | None, save_every: int | None
+    system: System, z: Tensor, horizon: float, tau: float, batch_size: int | None, save_every: int | None, seed: int
 ) -> int:
     """The number of steps, if all is well."""
     if not (math.isfinite(horizon) and horizon > 0):
@@ -272,7 +280,9 @@ def _check(
             f"`batch_size` must be an int of at least 2 or None for all pairs, got {batch_size}: alone in its batch, a "
             "particle has no force"
         )
-    if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"`seed` must be an int, got {seed!r}")
+    if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1):
         raise ValueError(f"`save_every` must be an int of at least 1, got {save_every}")
     # A horizon of k steps but for rounding has k steps.
     return max(1, math.ceil(horizon / tau * (1 - 1e-12)))

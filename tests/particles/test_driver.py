@@ -31,7 +31,7 @@ from randombatch.particles.batches import layout, pick_blocks
 from randombatch.particles.spaces import Space
 
 # The package exports the function under the name of its module.
-driver: Any = importlib.import_module("randombatch.particles.simulate")
+driver: Any = importlib.import_module("randombatch.particles.driver")
 
 
 def on_sphere(*shape: int) -> Tensor:
@@ -127,7 +127,7 @@ def test_times_and_the_last_step() -> None:
         (3.0, 3.0, 1),
         (1e3, 0.1, 10_000),
     ):
-        assert driver._check(system, x0[None], horizon, tau, None, None) == steps
+        assert driver._check(system, x0[None], horizon, tau, None, None, 0) == steps
 
 
 def test_what_is_saved() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from randombatch.particles.driver import simulate
 from randombatch.particles.kernels import Attention
-from randombatch.particles.simulate import simulate
 from randombatch.particles.softmax import SoftmaxAttention
 from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System

@@ -18,7 +18,7 @@ from torch import Tensor
 from randombatch import fold_in
 from randombatch.particles import Attention, Box, Consensus, Gaussian, SoftmaxAttention, Sphere, System, simulate
 from randombatch.particles.batches import inverse_size
-from randombatch.particles.convergence import (
+from randombatch.particles.rates import (
     Cell,
     convergence,
     fit_constant,
@@ -30,8 +30,8 @@ from randombatch.particles.convergence import (
 from randombatch.particles.theory import excess, predict_error
 
 # The package has functions of the same names.
-study = importlib.import_module("randombatch.particles.convergence")
-driver = importlib.import_module("randombatch.particles.simulate")
+study = importlib.import_module("randombatch.particles.rates")
+driver = importlib.import_module("randombatch.particles.driver")
 
 N = 48
 TAUS = (1 / 16, 1 / 32, 1 / 64)
