@@ -31,10 +31,11 @@ from randombatch.particles.spaces import Box, Euclidean, Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import DOUBLE_ROUNDS, SORTED_BELOW, Permutation, sorted_order
 
-# Beyond these, products of matrices win.
-MAX_BATCH, MAX_DIM = 16, 16
+# Beyond so many numbers in a batch, products of matrices win.
+LARGEST = 128
 # Particle steps that are worth a second of compilation.
 WORTH = 20_000_000
+_REGISTERS = 16  # numbers of a batch that is held in registers
 _CHUNK = 4096  # positions whose items are drawn at a time
 _RATIONAL = {"reassoc", "contract", "arcp", "nsz"}  # leaves infinities and NaN as they are
 
@@ -53,8 +54,8 @@ def obstacle(system: System, z: Tensor, method: str, batch_size: int | None, rep
         return "it does not know this system"
     if system.drift is not None or callable(system.noise):
         return "it cannot call a Python function for drift or noise"
-    if max(size for size, _ in layout(z.shape[-2], batch_size)) > MAX_BATCH or z.shape[-1] > MAX_DIM:
-        return f"it takes batches of at most {MAX_BATCH} in at most {MAX_DIM} dimensions"
+    if layout(z.shape[-2], batch_size)[0][0] * z.shape[-1] > LARGEST:
+        return f"it takes batches of at most {LARGEST} numbers, particles times dimension"
     if z.device.type != "cpu" or z.dtype not in (torch.float32, torch.float64):
         return "it takes float32 and float64 on the CPU only"
     if torch.is_grad_enabled() and (z.requires_grad or system.needs_grad()):
@@ -189,13 +190,32 @@ def _build(
     massive: bool,
     noisy: bool,
 ) -> Any:
-    """The step for one batch size; what is fixed here the compiler unrolls."""
+    """The step for one batch size; what is fixed here the compiler unrolls.
+
+    A small batch is held in tuples, which become registers, a larger one in arrays: `put` hides which.
+    """
     import numba
+    from numba.cpython.unsafe.tuple import tuple_setitem
 
-    side = real(length)
-    one = real(1)
+    compiled = numba.njit(nogil=True, fastmath=_RATIONAL)
+    side, one, zero = real(length), real(1), real(0)
+    put: Any
+    new: Any
+    if size * dim <= _REGISTERS:
+        put = tuple_setitem
+        zeros, few = (zero,) * (size * dim), (zero,) * dim
+        new = numba.njit(lambda: (zeros, zeros, few))
+    else:
 
-    @numba.njit(nogil=True, fastmath=_RATIONAL)
+        @compiled
+        def put_into_array(store, k, value):
+            store[k] = value
+            return store
+
+        put = put_into_array
+        new = numba.njit(lambda: (np.empty(size * dim, real), np.empty(size * dim, real), np.empty(dim, real)))
+
+    @compiled
     def draw(items, count, position, n, bits, shift, flip, reduced, order):
         if len(order):
             for k in range(count):
@@ -214,77 +234,79 @@ def _build(
                     break
             items[k] = point
 
-    @numba.njit(nogil=True, fastmath=_RATIONAL)
-    def move(x, mass, xi, w, rows, y, turned, scale, shock):
-        """One batch: its items are `rows`, its particles before the step `y`."""
+    @numba.njit(inline="always")
+    def pull(i, y, turned, force, mass, items, o):
+        """sum_j m_j s_ij (y_j - y_i), for attention sum_j m_j s_ij y_j."""
+        for a in range(dim):
+            force = put(force, a, zero)
+        for j in range(size):
+            if j == i:
+                continue
+            value = zero
+            for a in range(dim):
+                if attention:
+                    value += turned[i * dim + a] * y[j * dim + a]
+                else:
+                    d = y[j * dim + a] - y[i * dim + a]
+                    if length:
+                        d -= side * np.rint(d / side)
+                    turned = put(turned, i * dim + a, d)
+                    value += d * d
+            s = weight(value)
+            if massive:
+                s *= mass[items[o + j]]
+            for a in range(dim):
+                force = put(force, a, force[a] + s * (y[j * dim + a] if attention else turned[i * dim + a]))
+        return force
+
+    @numba.njit(inline="always")
+    def move(x, mass, xi, w, items, o, y, turned, force, scale, shock):
+        """The batch whose items begin at `o`, in place."""
         for i in range(size):
             for a in range(dim):
-                y[i, a] = x[rows[i], a]
+                y = put(y, i * dim + a, x[items[o + i], a])
         if attention:
             for i in range(size):
                 for b in range(dim):
-                    value = real(0)
+                    value = zero
                     for a in range(dim):
-                        value += y[i, a] * w[a, b]
-                    turned[i, b] = value
+                        value += y[i * dim + a] * w[a, b]
+                    turned = put(turned, i * dim + b, value)
         for i in range(size):
-            force = turned[size]
+            row = items[o + i]
+            force = pull(i, y, turned, force, mass, items, o)
             for a in range(dim):
-                force[a] = 0
-            for j in range(size):
-                if j == i:
-                    continue
-                value = real(0)
-                if attention:
-                    for a in range(dim):
-                        value += turned[i, a] * y[j, a]
-                else:
-                    for a in range(dim):
-                        d = y[j, a] - y[i, a]
-                        if length:
-                            d -= side * np.rint(d / side)
-                        turned[i, a] = d
-                        value += d * d
-                s = weight(value)
-                if massive:
-                    s *= mass[rows[j]]
-                for a in range(dim):
-                    force[a] += s * (y[j, a] if attention else turned[i, a])
-            for a in range(dim):
-                force[a] *= scale
-                if noisy:
-                    force[a] += shock * xi[rows[i], a]
+                force = put(force, a, force[a] * scale + (shock * xi[row, a] if noisy else zero))
             if sphere:
-                along, norm = real(0), real(0)
+                along, norm = zero, zero
                 for a in range(dim):
-                    along += force[a] * y[i, a]
+                    along += force[a] * y[i * dim + a]
                 for a in range(dim):
-                    force[a] += y[i, a] * (one - along)
+                    force = put(force, a, force[a] + y[i * dim + a] * (one - along))
                     norm += force[a] * force[a]
                 norm = one / math.sqrt(norm)
                 for a in range(dim):
-                    x[rows[i], a] = force[a] * norm
+                    x[row, a] = force[a] * norm
             else:
                 for a in range(dim):
-                    moved = y[i, a] + force[a]
+                    moved = y[i * dim + a] + force[a]
                     if length:
                         moved -= side * math.floor(moved / side)
                         if moved < 0:
                             moved += side
                         if moved >= side:
                             moved -= side
-                    x[rows[i], a] = moved
+                    x[row, a] = moved
 
-    @numba.njit(nogil=True, fastmath=_RATIONAL)
+    @compiled
     def step(x, mass, xi, w, n, bits, shift, flip, reduced, order, position, count, scale, shock):
         per_chunk = _CHUNK // size
         items = np.empty(per_chunk * size, np.int64)
-        y = np.empty((size, dim), real)
-        turned = np.empty((size + 1, dim), real)
+        y, turned, force = new()
         for first in range(0, count, per_chunk):
             batches = min(per_chunk, count - first)
             draw(items, batches * size, position + first * size, n, bits, shift, flip, reduced, order)
             for b in range(batches):
-                move(x, mass, xi, w, items[b * size : (b + 1) * size], y, turned, scale, shock)
+                move(x, mass, xi, w, items, b * size, y, turned, force, scale, shock)
 
     return step

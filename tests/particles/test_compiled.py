@@ -135,7 +135,7 @@ def test_what_it_cannot_run_is_said() -> None:
         (System(kernel=Attention(1.0, W)), x, {"batch_size": 2}, "kernel Attention"),
         (System(kernel=Attention(1.0)), x, {"batch_size": 2}, "on the sphere only"),
         (System(kernel=Consensus(), drift=torch.neg), x, {"batch_size": 2}, "Python function"),
-        (plain, x, {"batch_size": 20}, "batches of at most 16"),
+        (plain, torch.randn(100, 3), {"batch_size": 50}, "batches of at most 128 numbers"),
         (plain, x.clone().requires_grad_(), {"batch_size": 2}, "no gradients"),
     ]
     for system, start, arguments, message in cases:
