@@ -31,8 +31,8 @@ from randombatch.particles.spaces import Box, Euclidean, Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import DOUBLE_ROUNDS, SORTED_BELOW, Permutation, sorted_order
 
-# Beyond so many numbers in a batch, products of matrices win.
-LARGEST = 128
+# Beyond these, products of matrices win.
+LARGEST, MAX_DIM = 128, 8
 # Particle steps that are worth a second of compilation.
 WORTH = 20_000_000
 _REGISTERS = 16  # numbers of a batch that is held in registers
@@ -54,8 +54,8 @@ def obstacle(system: System, z: Tensor, method: str, batch_size: int | None, rep
         return "it does not know this system"
     if system.drift is not None or callable(system.noise):
         return "it cannot call a Python function for drift or noise"
-    if layout(z.shape[-2], batch_size)[0][0] * z.shape[-1] > LARGEST:
-        return f"it takes batches of at most {LARGEST} numbers, particles times dimension"
+    if layout(z.shape[-2], batch_size)[0][0] * z.shape[-1] > LARGEST or z.shape[-1] > MAX_DIM:
+        return f"it takes at most {MAX_DIM} dimensions and batches of at most {LARGEST} numbers"
     if z.device.type != "cpu" or z.dtype not in (torch.float32, torch.float64):
         return "it takes float32 and float64 on the CPU only"
     if torch.is_grad_enabled() and (z.requires_grad or system.needs_grad()):
@@ -261,10 +261,10 @@ def _build(
 
     @numba.njit(inline="always")
     def move(x, mass, xi, w, items, o, y, turned, force, scale, shock):
-        """The batch whose items begin at `o`, in place."""
+        """The batch in rows `o` and following, in place; `items` says who they are."""
         for i in range(size):
             for a in range(dim):
-                y = put(y, i * dim + a, x[items[o + i], a])
+                y = put(y, i * dim + a, x[o + i, a])
         if attention:
             for i in range(size):
                 for b in range(dim):
@@ -273,10 +273,9 @@ def _build(
                         value += y[i * dim + a] * w[a, b]
                     turned = put(turned, i * dim + b, value)
         for i in range(size):
-            row = items[o + i]
             force = pull(i, y, turned, force, mass, items, o)
             for a in range(dim):
-                force = put(force, a, force[a] * scale + (shock * xi[row, a] if noisy else zero))
+                force = put(force, a, force[a] * scale + (shock * xi[items[o + i], a] if noisy else zero))
             if sphere:
                 along, norm = zero, zero
                 for a in range(dim):
@@ -286,7 +285,7 @@ def _build(
                     norm += force[a] * force[a]
                 norm = one / math.sqrt(norm)
                 for a in range(dim):
-                    x[row, a] = force[a] * norm
+                    x[o + i, a] = force[a] * norm
             else:
                 for a in range(dim):
                     moved = y[i * dim + a] + force[a]
@@ -296,17 +295,25 @@ def _build(
                             moved += side
                         if moved >= side:
                             moved -= side
-                    x[row, a] = moved
+                    x[o + i, a] = moved
 
     @compiled
     def step(x, mass, xi, w, n, bits, shift, flip, reduced, order, position, count, scale, shock):
         per_chunk = _CHUNK // size
         items = np.empty(per_chunk * size, np.int64)
+        rows = np.empty((per_chunk * size, dim), real)
         y, turned, force = new()
         for first in range(0, count, per_chunk):
             batches = min(per_chunk, count - first)
             draw(items, batches * size, position + first * size, n, bits, shift, flip, reduced, order)
+            # Random reads and writes by themselves: the memory answers many at a time.
+            for k in range(batches * size):
+                for a in range(dim):
+                    rows[k, a] = x[items[k], a]
             for b in range(batches):
-                move(x, mass, xi, w, items, b * size, y, turned, force, scale, shock)
+                move(rows, mass, xi, w, items, b * size, y, turned, force, scale, shock)
+            for k in range(batches * size):
+                for a in range(dim):
+                    x[items[k], a] = rows[k, a]
 
     return step

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import rows_per_block
+from randombatch.attention.blocks import new_rows, rows_per_block
 from randombatch.particles.batches import division_blocks, layout, pick_blocks
 from randombatch.particles.compiled import WORTH, CompiledStep, obstacle
 from randombatch.particles.spaces import Box
@@ -163,7 +163,7 @@ class Simulation:
             raise ValueError(f"compiled=True cannot run this simulation: {why}")
         self.z = z.reshape(-1, self.width)
         if not self.differentiable:
-            self.z = self.z.detach().clone()
+            self.z = new_rows(self.z, *self.z.shape).copy_(self.z.detach())
         self.masses = None if system.masses is None else system.masses.to(z)
         self.xi: Tensor | None = None
 

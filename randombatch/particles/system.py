@@ -82,17 +82,14 @@ class System:
         width = y.shape[-1] if not isinstance(self.kernel, Attention) else 1
         if leading * size * size * width <= TILE:
             return self.kernel.total(y, y, mass, self.space, 0)
-        columns = max(1, min(size, TILE // (leading * width)))
-        rows = max(1, TILE // (leading * columns * width))
+        # Square tiles: long thin ones leave many small results between large blocks, and the heap in pieces.
+        side = max(1, math.isqrt(TILE // (leading * width)))
         tiles = []
-        for i in range(0, size, rows):
-            x = y[..., i : i + rows, :]
-            parts = []
-            for j in range(0, size, columns):
-                near = slice(j, min(size, j + columns))
-                overlap = j < i + rows and i < j + columns
-                m = None if mass is None else mass[..., near]
-                parts.append(self.kernel.total(x, y[..., near, :], m, self.space, i - j if overlap else None))
+        for i in range(0, size, side):
+            x, parts = y[..., i : i + side, :], []
+            for j in range(0, size, side):
+                m = None if mass is None else mass[..., j : j + side]
+                parts.append(self.kernel.total(x, y[..., j : j + side, :], m, self.space, 0 if i == j else None))
             tiles.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return torch.cat(tiles, -2)
 

@@ -134,10 +134,10 @@ def print_convergence(console: Console, result: dict[str, Any]) -> None:
 
 def print_particles(console: Console, result: dict[str, Any]) -> None:
     """`bench particles`."""
-    table = Table("what", "N", "D", "p", "step ms", "ns per particle", "path", "process GB")
+    table = Table("what", "N", "D", "p", "step ms", "ns each", "path", "GB")
     for row in result["rows"]:
         memory = f"{row['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in row else ""
-        numbers = f"{row['particles']:,}", str(row["dim"]), f"{row['batch_size']:,}"
+        numbers = f"{row['particles']:.0e}", str(row["dim"]), str(min(row["batch_size"], row["particles"]))
         times = f"{1e3 * row['seconds']:.2f}", f"{row['ns_per_particle']:.1f}"
         table.add_row(row["name"], *numbers, *times, row.get("path", ""), memory)
     console.print(table)
