@@ -4,8 +4,7 @@ import math
 
 import torch
 
-from randombatch.particles import Attention, Sphere, System, predict_error, simulate
-from randombatch.particles.system import dyson
+from randombatch.particles import Attention, Sphere, System, dyson, predict_error, simulate
 
 torch.manual_seed(0)
 

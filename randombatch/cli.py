@@ -338,14 +338,17 @@ def _fractions(text: str) -> tuple[float, ...]:
     """Numbers like 0.01 or 1/64, separated by commas."""
     try:
         return tuple(float(Fraction(part.strip())) for part in text.split(",") if part.strip())
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise ConfigError(f"expected numbers such as 1/16,1/32, got {text!r}") from None
 
 
 def _integers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(float(part)) for part in text.split(",") if part.strip())
-    except ValueError:
+        numbers = [float(part) for part in text.split(",") if part.strip()]
+        if any(number != int(number) for number in numbers):
+            raise ValueError
+        return tuple(int(number) for number in numbers)
+    except (ValueError, OverflowError):
         raise ConfigError(f"expected integers such as 2,4,8, got {text!r}") from None
 
 
@@ -406,7 +409,7 @@ def bench_particles(
     batch_sizes: Annotated[str, typer.Option(help="Values of p.")] = "2,16,64",
     threads: Annotated[int, typer.Option(help="Threads of every contender.")] = 1,
     turns: Annotated[int, typer.Option(help="Steps of each; the fastest counts.")] = 5,
-    max_gib: Annotated[float, typer.Option(help="Leave out states that need more.")] = 6.0,
+    max_gib: Annotated[float, typer.Option(help="Leave out states that need more.")] = 12.0,
     output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Time of one random batch step of particles, beside all pairs and a plain NumPy step.
@@ -527,6 +530,8 @@ def _measure(function: Callable[..., dict[str, Any]], settings: Any, output: Pat
     """Run a benchmark under progress bars; a failure is one line and code 1."""
     if output is not None and not output.absolute().parent.is_dir():
         refuse(f"--json: the folder {output.parent} does not exist")
+    if output is not None and output.is_dir():
+        refuse(f"--json: {output} is a folder")
     with _pieces() as piece:
         try:
             return function(settings, piece)

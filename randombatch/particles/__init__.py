@@ -10,12 +10,14 @@
 | batches.py | who interacts in a step: all, a division, random picks |
 | steppers.py | Euler, RK4, exact pair flow, BAOAB: one batch through one step |
 | driver.py | `simulate`: particles through time |
+| observables.py | what one looks at in a state |
 | compiled.py | the same Euler step for small batches as machine code |
 | theory.py | covariance of the batch force, Lyapunov equation, `predict_error` |
 | rates.py | `convergence`: the study that measures what theory.py predicts |
 | softmax.py | attention normalised inside the batch, which the theory does not cover |
 """
 
+from randombatch.particles import observables
 from randombatch.particles.driver import Trajectory, simulate
 from randombatch.particles.kernels import (
     Attention,
@@ -30,10 +32,10 @@ from randombatch.particles.kernels import (
     Morse,
     Wealth,
 )
-from randombatch.particles.rates import convergence
+from randombatch.particles.rates import convergence, measure_error, softmax_floor
 from randombatch.particles.softmax import SoftmaxAttention
 from randombatch.particles.spaces import Box, Euclidean, Sphere
-from randombatch.particles.system import System
+from randombatch.particles.system import System, dyson, wealth
 from randombatch.particles.theory import predict_error
 
 __all__ = [
@@ -55,6 +57,11 @@ __all__ = [
     "Trajectory",
     "Wealth",
     "convergence",
+    "dyson",
+    "measure_error",
+    "observables",
     "predict_error",
     "simulate",
+    "softmax_floor",
+    "wealth",
 ]

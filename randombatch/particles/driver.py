@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def simulate(
         method: "euler" (default), "rk4", "pair-flow", or "baoab" (default in second order).
         save_every: steps between saved states; None saves the first and the last.
         replacement: RBM-r: N/p batches picked one after the other, with replacement, are one step. Its Brownian paths
-            are its own, since particles move at different moments.
+            are its own, since particles move at different moments. Picks cannot run at once: about 0.3 ms each.
         normalise: put the points on the sphere first instead of refusing those off it.
         compiled: machine code for small batches (needs numba); None where it pays, True or an error.
         progress: True for a bar, or a function of (steps done, steps).
@@ -89,6 +90,7 @@ def simulate(
     """
     z = _state(system, x0, normalise)
     steps = _check(system, z, horizon, tau, batch_size, save_every, seed)
+    batch_size = None if batch_size is None else int(batch_size)
     pays = z.shape[0] * z.shape[1] * steps >= WORTH
     run = Simulation(
         system, z, batch_size=batch_size, seed=seed, method=method, replacement=replacement,
@@ -198,14 +200,17 @@ class Simulation:
         rows = division_blocks(self.n, self.batch_size, seeds, self._rows_per_block(), self.z.device)
         self._move(rows, dt, xi)
 
-    def _move(self, blocks: Iterator[Tensor], dt: float, xi: Tensor | None) -> None:
-        """Batches are disjoint: each is moved in place, or all results go into one new state for gradients."""
+    def _move(self, blocks: Iterator[Tensor], dt: float, xi: Tensor | None, picked: bool = False) -> None:
+        """Batches are disjoint: each is moved in place, or all results go into one new state for gradients.
+
+        `xi` is of all particles, or of the picked ones only.
+        """
         done = []
         for rows in blocks:
             flat = rows.reshape(-1)
             z = self.z.index_select(0, flat).view(*rows.shape, self.width)
             mass = None if self.masses is None else self.masses[rows % self.n]
-            noise = None if xi is None else xi.index_select(0, flat).view(*rows.shape, self.dim)
+            noise = None if xi is None else (xi if picked else xi.index_select(0, flat)).view(*rows.shape, self.dim)
             z = self.stepper(self.system, z, mass, self.n, dt, noise).view(-1, self.width)
             if self.differentiable:
                 done.append((flat, z))
@@ -221,10 +226,9 @@ class Simulation:
         for rows in pick_blocks(self.n, self.batch_size, seeds, step, self.z.device):
             xi = None
             if self.system.noisy:
-                xi = torch.zeros(len(self.z), self.dim, dtype=self.z.dtype, device=self.z.device)
                 shape = (rows.numel(), self.dim)
-                xi[rows.reshape(-1)] = torch.randn(shape, generator=generator, dtype=self.z.dtype, device=self.z.device)
-            self._move(iter([rows]), dt, xi)
+                xi = torch.randn(shape, generator=generator, dtype=self.z.dtype, device=self.z.device)
+            self._move(iter([rows]), dt, xi, picked=True)
 
     def _noise(self, step: int) -> Tensor | None:
         """Standard normal numbers of a step, by particle: the same for every batch size."""
@@ -261,9 +265,14 @@ def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) 
     if not bool(z.detach().isfinite().all()):
         raise ValueError("the initial state has infinite or NaN entries")
     system.space.check(x)
+    system.kernel.check(x.shape[-1])
+    if not x.shape[-1]:
+        raise ValueError(f"particles need at least one dimension, got shape {tuple(x.shape)}")
     if system.masses is not None and (not isinstance(system.masses, Tensor) or system.masses.shape != (x.shape[-2],)):
         came = str(tuple(system.masses.shape)) if isinstance(system.masses, Tensor) else type(system.masses).__name__
         raise ValueError(f"`masses` must be a tensor of shape ({x.shape[-2]},), got {came}")
+    if system.masses is not None and not bool(system.masses.detach().isfinite().all()):
+        raise ValueError("`masses` must be finite")
     return z if z.dim() == 3 else z[None]
 
 
@@ -275,7 +284,8 @@ def _check(
         raise ValueError(f"`horizon` must be positive, got {horizon}")
     if not 0 < tau <= horizon:
         raise ValueError(f"`tau` must be positive and at most the horizon {horizon}, got {tau}")
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2):
+    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+    if batch_size is not None and (not whole or batch_size < 2):
         raise ValueError(
             f"`batch_size` must be an int of at least 2 or None for all pairs, got {batch_size}: alone in its batch, a "
             "particle has no force"
@@ -307,11 +317,14 @@ def _stepper(system: System, name: str, z: Tensor, batch_size: int | None) -> St
 
 def _explain(system: System, step: int, steps: int, tau: float) -> str:
     mass = 1.0 if system.masses is None else float(system.masses.detach().abs().max())
-    what, size = system.kernel.stiffness(mass)
-    return (
-        f"the state became infinite or NaN in step {step} of {steps}: tau {what} = {tau * size:.3g}, which should stay "
-        "below about 1; take a smaller tau (what was computed before is returned)"
-    )
+    known = system.kernel.stiffness(mass)
+    if known is None:
+        why = "take a smaller tau, or look at kernel, drift and noise"
+    elif tau * known[1] < 1:
+        why = f"tau {known[0]} = {tau * known[1]:.3g} is not the reason; look at drift, noise and close particles"
+    else:
+        why = f"tau {known[0]} = {tau * known[1]:.3g} should stay below about 1; take a smaller tau"
+    return f"the state became infinite or NaN in step {step} of {steps}: {why} (what was computed before is returned)"
 
 
 @contextlib.contextmanager

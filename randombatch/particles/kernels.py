@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from randombatch.particles.spaces import Euclidean, Space, Sphere
+from randombatch.particles.spaces import Box, Euclidean, Space, Sphere
 
 
 class Kernel:
@@ -60,9 +60,13 @@ class Kernel:
         """Parameters that are tensors."""
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
-    def stiffness(self, mass: float) -> tuple[str, float]:
-        """Name and size of the largest rate that the kernel is known to have, for messages."""
-        return "m", mass
+    def stiffness(self, mass: float) -> tuple[str, float] | None:
+        """Name and size of the largest rate that the kernel is known to have, for messages; None if it knows none."""
+        strength = getattr(self, "strength", None)
+        return None if strength is None else ("m strength", mass * abs(float(strength)))
+
+    def check(self, dim: int) -> None:
+        """Refuse particles of a dimension that does not fit."""
 
     def __repr__(self) -> str:
         given = ", ".join(f"{k}={_short(v)}" for k, v in vars(self).items() if not k.startswith("_"))
@@ -85,7 +89,8 @@ class Function(Kernel):
     """A user's own kernel.
 
     Args:
-        function: `f(x, y)` of tensors that broadcast to `(..., P, Q, D)`, returning that shape.
+        function: `f(x, y)` of tensors that broadcast to `(..., P, Q, D)`, returning that shape. In a box y is the image
+            nearest to x. Where f(x, x) is not finite, gradients are not either.
         antisymmetric: f(x, y) = -f(y, x).
         uses_velocity: x and y hold positions and velocities, D columns each.
     """
@@ -98,7 +103,7 @@ class Function(Kernel):
     def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
         dim = x.shape[-1] // 2 if self.uses_velocity else x.shape[-1]
         expected = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2], dim)
-        k = self.function(x[..., :, None, :], y[..., None, :, :])
+        k = self.function(x[..., :, None, :], self._images(x[..., :, None, :], y[..., None, :, :], space))
         if not isinstance(k, Tensor) or k.shape != expected:
             came = f"shape {tuple(k.shape)}" if isinstance(k, Tensor) else type(k).__name__
             raise ValueError(
@@ -106,6 +111,15 @@ class Function(Kernel):
                 f"{(*x.shape[:-1], 1, x.shape[-1])}, got {came}"
             )
         return k
+
+    def _images(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
+        if not isinstance(space, Box):
+            return y
+        if not self.uses_velocity:
+            return x + space.difference(x, y)
+        (position, _), (other, velocity) = x.chunk(2, -1), y.chunk(2, -1)
+        images = position + space.difference(position, other)
+        return torch.cat([images, velocity.expand_as(images)], -1)
 
 
 class Attention(Kernel):
@@ -125,6 +139,11 @@ class Attention(Kernel):
             if isinstance(matrix, Tensor) and (matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]):
                 raise ValueError(f"`{name}` must be a square matrix, got shape {tuple(matrix.shape)}")
         self.w, self.v = w, v
+
+    def check(self, dim: int) -> None:
+        for name, matrix in (("w", self.w), ("v", self.v)):
+            if isinstance(matrix, Tensor) and len(matrix) != dim:
+                raise ValueError(f"`{name}` of the attention is for {len(matrix)} dimensions, particles have {dim}")
 
     def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
         value = self._values(y)[..., None, :, :]
@@ -155,9 +174,11 @@ class Attention(Kernel):
         xw = x @ self.w.to(x) if isinstance(self.w, Tensor) else x * self.w
         return (xw * x).sum(-1, keepdim=True).exp() * (value - (value * x).sum(-1, keepdim=True) * x)
 
-    def stiffness(self, mass: float) -> tuple[str, float]:
+    def stiffness(self, mass: float) -> tuple[str, float] | None:
         norm = float(torch.linalg.matrix_norm(self.w.detach(), 2)) if isinstance(self.w, Tensor) else abs(self.w)
-        return "w exp(|W|)", mass * math.exp(min(norm, 700.0))
+        value = 1.0 if self.v is None else float(torch.linalg.matrix_norm(self.v.detach(), 2))
+        name = "w exp(|W|)" if self.v is None else "w |V| exp(|W|)"
+        return name, mass * value * math.exp(min(norm, 700.0))
 
 
 class Radial(Kernel):
@@ -200,9 +221,13 @@ class Consensus(Radial):
     def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
         if not isinstance(space, Euclidean):
             return super().total(x, y, mass, space, own)
+        # Counted from the middle: far from the origin, sums of positions would cancel.
+        middle = y.mean(-2, keepdim=True)
+        y, x = y - middle, x - middle
         if mass is None:
             return self.strength * (y.sum(-2, keepdim=True) - y.shape[-2] * x)
-        return self.strength * ((y * mass[..., None]).sum(-2, keepdim=True) - mass.sum(-1, keepdim=True)[..., None] * x)
+        whole = mass.sum(-1, keepdim=True)[..., None]
+        return self.strength * ((y * mass[..., None]).sum(-2, keepdim=True) - whole * x)
 
     def pair_flow(
         self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from randombatch.particles.driver import simulate
 from randombatch.particles.kernels import Attention
+from randombatch.particles.observables import mean_square_error
 from randombatch.particles.softmax import SoftmaxAttention
 from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System
@@ -102,8 +103,7 @@ def measure_error(
         for result in (exact, run):
             if result.stopped:
                 raise ValueError(f"tau = {tau:g}, batch_size = {batch_size}: {result.stopped}")
-        gap = system.space.difference(exact.x, run.x)
-        squares.append(gap.square().sum((-1, -2)).double() / (2 * n))
+        squares.append(mean_square_error(run.x, exact.x, system.space).double())
     each = torch.cat(squares, 1)
     mean, stderr = each.mean(1), each.std(1) / math.sqrt(replicas)
     return Cell(tau, batch_size, excess(n, batch_size), run.t.tolist(), mean.tolist(), stderr.tolist())
@@ -176,6 +176,8 @@ def convergence(
             )
             if progress is not None:
                 progress(number + 1, len(taus) * len(batch_sizes))
+    if any(c.sup <= 0 or c.sup_stderr <= 0 for c in cells):
+        raise ValueError("random batches make no error in this system: there is no rate to measure")
     fit = fit_constant(cells, n)
     g: dict[str, Any] = {"measured": fit.pop("g"), "stderr": fit.pop("g_stderr"), "predicted": None}
     result = {

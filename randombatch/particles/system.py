@@ -41,8 +41,10 @@ class System:
     friction: float | None = None
 
     def __post_init__(self) -> None:
-        if self.friction is not None and self.friction < 0:
-            raise ValueError(f"`friction` must not be negative, got {self.friction}")
+        if self.friction is not None and not (
+            isinstance(self.friction, (int, float)) and 0 <= self.friction < math.inf
+        ):
+            raise ValueError(f"`friction` must be a number of at least 0 or None, got {self.friction}")
         if self.kernel.uses_velocity and self.friction is None:
             raise ValueError(f"{type(self.kernel).__name__} acts on velocities: give the system a friction (0 is none)")
         if not callable(self.noise) and not (math.isfinite(self.noise) and self.noise >= 0):
@@ -103,11 +105,20 @@ class System:
         return any(t.requires_grad for t in tensors)
 
     def hides_grad(self, z: Tensor) -> bool:
-        """Whether drift, noise or kernel use parameters that need gradients: two particles of z `(R, N, ...)` tell."""
-        two = z[:1, :2].detach()
-        mass = None if self.masses is None else self.masses[:2].to(two).detach()
-        sigma = self.diffusion(two.chunk(2, -1)[0] if self.second_order else two)
-        force = self.force(two, mass, z.shape[-2])
+        """Whether drift, noise or kernel use parameters that need gradients: a few particles of `(R, N, ...)` tell.
+
+        Functions whose results have the wrong shape are refused.
+        """
+        few = z[:1, : 3 if z.shape[-2] > 2 and z.shape[-1] != 3 else 2].detach()
+        mass = None if self.masses is None else self.masses[: few.shape[1]].to(few).detach()
+        x = few.chunk(2, -1)[0] if self.second_order else few
+        sigma = self.diffusion(x)
+        drift = x if self.drift is None else self.drift(x)
+        for name, value in (("drift", drift), ("noise", sigma)):
+            if callable(getattr(self, name)) and (not isinstance(value, Tensor) or value.shape != x.shape):
+                came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"`{name}` must return a tensor of its argument's shape {tuple(x.shape)}, got {came}")
+        force = self.force(few, mass, z.shape[-2])
         return force.requires_grad or (isinstance(sigma, Tensor) and sigma.requires_grad)
 
 

@@ -17,6 +17,8 @@ Shapes: N particles, D dimension, S samples.
 import dataclasses
 import functools
 import math
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,13 +26,15 @@ from torch import Tensor
 from randombatch.division import orders
 from randombatch.particles.batches import inverse_size, layout
 from randombatch.particles.driver import _state
-from randombatch.particles.kernels import BoundedConfidence
+from randombatch.particles.kernels import BoundedConfidence, Coulomb, LogGas
+from randombatch.particles.spaces import Box
 from randombatch.particles.steppers import rk4
 from randombatch.particles.system import TILE, System
 from randombatch.permutation import fold_in
 
 # Above so many numbers the covariance matrix is sampled, not stored.
 DENSE_LIMIT = 192
+Progress = Callable[[int, int], None]
 
 
 def excess(num_particles: int, batch_size: int) -> float:
@@ -75,10 +79,11 @@ def predict_error(
     x0: Tensor | tuple[Tensor, Tensor],
     horizon: float,
     *,
-    steps: int = 64,
+    steps: int | None = None,
     samples: int | None = None,
     paths: int | None = None,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> ErrorPrediction:
     """The error bar of random batches along the exact trajectory: g(t), from which `error(tau, p)` for any tau and p.
 
@@ -87,33 +92,39 @@ def predict_error(
     which needs products with the Jacobian only: time O(steps S N^2), memory O(S N).
 
     Args:
-        system: K must be differentiable along the path, and noise must not depend on the state.
+        system: K must be smooth along the path (in a box also where the nearest image changes: small at half the
+            side), and noise must not depend on the state. The prediction is for divisions, not for `replacement`.
         x0: `(N, D)`, or (positions, velocities).
         horizon: T.
-        steps: of the exact trajectory; the error in g is O(1 / steps^2), with noise O(1 / steps).
-        samples: S, to sample where the equation could be solved too, or to sample more (default: 20,000 / N, from 8 to
-            64).
+        steps: of the exact trajectory (default 64, sampled without noise 16); the error in g is O(1 / steps^2), with
+            noise O(1 / steps).
+        samples: S, to sample where the equation could be solved too, or to sample more (default: 4,000 / N, from 4 to
+            64). Each costs about as much as two exact runs.
         paths: Brownian paths to average over (default 1, with noise 8).
         seed: of samples and paths.
+        progress: function of (steps done, steps).
     """
     z = _state(system, x0, False)
+    dense = samples is None and z.numel() <= DENSE_LIMIT
+    if steps is None:
+        steps = 64 if dense or system.noisy else 16
     if len(z) != 1:
         raise ValueError(f"the prediction is for one initial state, got {len(z)} replicas: pass one of them")
     _check(system, horizon, steps, samples, paths)
+    _check_smooth(system, z)
     t = torch.linspace(0, horizon, steps + 1, dtype=torch.float64)
     if z.shape[1] < 4:
         zeros = torch.zeros(steps + 1, dtype=torch.float64)
         return ErrorPrediction(t, zeros, zeros, z.shape[1])
     z = z[0].detach()
-    dense = samples is None and z.numel() <= DENSE_LIMIT
     curves = []
     with torch.no_grad():
         for path in range(paths or (8 if system.noisy else 1)):
             one = fold_in(seed, path)
             curves.append(
-                _lyapunov(system, z, horizon, steps, one)
+                _lyapunov(system, z, horizon, steps, one, progress)
                 if dense
-                else _sampled(system, z, horizon, steps, samples or max(8, min(64, 20_000 // len(z))), one)
+                else _sampled(system, z, horizon, steps, samples or max(4, min(64, 4_000 // len(z))), one, progress)
             )
     means = torch.stack([mean for mean, _ in curves])
     if len(curves) > 1:
@@ -140,6 +151,25 @@ def _check(system: System, horizon: float, steps: int, samples: int | None, path
         raise ValueError(f"`samples` must be at least 2 for a standard error, got {samples}")
     if paths is not None and paths < 1:
         raise ValueError(f"`paths` must be at least 1, got {paths}")
+
+
+def _check_smooth(system: System, z: Tensor) -> None:
+    """Refuse forces that jump where the nearest image changes, and singular ones that particles must pass through."""
+    dim = z.shape[-1] // 2 if system.second_order else z.shape[-1]
+    if isinstance(system.kernel, (LogGas, Coulomb)):
+        if dim == 1:
+            raise ValueError("singular forces on a line are not covered: batches make particles meet and pass")
+        warnings.warn("K is singular: where particles come close, the prediction is too large", stacklevel=3)
+    if isinstance(system.space, Box) and not system.kernel.uses_velocity:
+        r = torch.linspace(0, 1, 65, dtype=z.dtype, device=z.device)[1:] * (system.space.length / 2)
+        y = torch.zeros(len(r), dim, dtype=z.dtype, device=z.device)
+        y[:, 0] = r * (1 - 1e-6)
+        size = system.kernel.pairs(torch.zeros_like(y[:1]), y, system.space)[0].norm(dim=-1)
+        if float(size[-1]) > 1e-2 * float(size.max()):
+            raise ValueError(
+                f"not covered: the force jumps at half the box's side, where it is {float(size[-1]):.2g} of at most "
+                f"{float(size.max()):.2g}; take a larger box or a kernel of shorter range"
+            )
 
 
 def pair_forces(system: System, z: Tensor) -> Tensor:
@@ -179,7 +209,9 @@ def unit_covariance(a: Tensor) -> Tensor:
     return cov.reshape(n * d, n * d)
 
 
-def _lyapunov(system: System, z: Tensor, horizon: float, steps: int, seed: int) -> tuple[Tensor, Tensor]:
+def _lyapunov(
+    system: System, z: Tensor, horizon: float, steps: int, seed: int, progress: Progress | None
+) -> tuple[Tensor, Tensor]:
     """tr P / (2N) at every step, P carried by the Jacobian of the step, Sigma0 added by the trapezoidal rule."""
     n, h = len(z), horizon / steps
     width = z.shape[1]
@@ -194,6 +226,8 @@ def _lyapunov(system: System, z: Tensor, horizon: float, steps: int, seed: int) 
         p += h / 2 * added
         positions = p.diagonal().view(n, width)[:, : width // 2 if system.second_order else width]
         g.append(float(positions.sum()) / (2 * n))
+        if progress is not None:
+            progress(k + 1, steps)
     values = torch.tensor(g, dtype=torch.float64)
     return values, torch.zeros_like(values)
 
@@ -209,7 +243,9 @@ def _phase_covariance(system: System, z: Tensor) -> Tensor:
     return phase.reshape(2 * n * d, 2 * n * d)
 
 
-def _sampled(system: System, z: Tensor, horizon: float, steps: int, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+def _sampled(
+    system: System, z: Tensor, horizon: float, steps: int, samples: int, seed: int, progress: Progress | None
+) -> tuple[Tensor, Tensor]:
     """|Z|^2 / (2N) averaged over samples of the linear equation, and the standard error."""
     n, h = len(z), horizon / steps
     dim = z.shape[1] // 2 if system.second_order else z.shape[1]
@@ -225,6 +261,8 @@ def _sampled(system: System, z: Tensor, horizon: float, steps: int, samples: int
         each = errors[..., :dim].square().sum((1, 2)).double() / (2 * n)
         means.append(float(each.mean()))
         stderrs.append(float(each.std()) / math.sqrt(samples))
+        if progress is not None:
+            progress(k + 1, steps)
     return torch.tensor(means, dtype=torch.float64), torch.tensor(stderrs, dtype=torch.float64)
 
 

@@ -11,11 +11,12 @@ from randombatch.train.checkpoint import write_atomically
 
 
 def plot_rates(result: dict[str, Any], path: Path) -> None:
-    """sup J against the step for each batch size, and against c for each step, on the predicted lines."""
+    """sup J against the step for each batch size, and against p and c for each step, on the predicted lines."""
     rows, g = result["rows"], result["g"]["predicted"] or result["g"]["measured"]
-    figure, (left, right) = _new(10, 4.2, columns=2)
+    figure, (left, middle, right) = _new(14, 4.2, columns=3)
     for axis, x, by, label in (
         (left, "tau", "batch_size", "p = {}"),
+        (middle, "batch_size", "tau", "τ = {:.3g}"),
         (right, "c", "tau", "τ = {:.3g}"),
     ):
         levels = sorted({row[by] for row in rows})
@@ -32,24 +33,29 @@ def plot_rates(result: dict[str, Any], path: Path) -> None:
         axis.set(xscale="log", yscale="log")
         axis.legend(frameon=False, fontsize=8)
     left.set(xlabel="step τ", ylabel="sup J", title="points measured, lines predicted: J = τ c g")
+    middle.set(xlabel="batch size p", title=f"slope in τ {result['slope_tau']['value']:.3f}")
     right.set(xlabel="c = 1/(p-1) - 1/(N-1)", title=f"slope in c {result['slope_c']['value']:.3f}")
     _save(figure, path)
 
 
 def plot_growth(result: dict[str, Any], path: Path) -> None:
-    """J(t) / (tau c) of every cell at the smallest step, with 95 % bands, and the predicted g(t)."""
+    """J(t) / (tau c) of every cell at the smallest step, and the band in which the prediction wants 95 % of them."""
     smallest = min(row["tau"] for row in result["rows"])
     mine = [row for row in result["rows"] if row["tau"] == smallest]
     figure, axis = _new(6, 4.2, columns=1)
     for i, row in enumerate(mine):
         unit = row["tau"] * row["c"]
-        mean, half = np.array(row["j"]) / unit, 1.96 * np.array(row["j_stderr"]) / unit
-        colour = _shade(i, len(mine))
-        axis.plot(row["t"], mean, color=colour, lw=1, label=f"p = {row['batch_size']}")
-        axis.fill_between(row["t"], mean - half, mean + half, color=colour, alpha=0.15, lw=0)
+        axis.plot(
+            row["t"], np.array(row["j"]) / unit, color=_shade(i, len(mine)), lw=1, label=f"p = {row['batch_size']}"
+        )
     if "prediction" in result:
-        axis.plot(result["prediction"]["t"], result["prediction"]["g"], "k--", lw=1.5, label="predicted g(t)")
-    axis.set(xlabel="t", ylabel="J / (τ c)", title=f"τ = {smallest:g}; bands: 95 %")
+        t = np.array(mine[0]["t"])
+        g = np.interp(t, result["prediction"]["t"], result["prediction"]["g"])
+        errors = [np.array(row["j_stderr"]) / np.maximum(np.array(row["j"]), 1e-300) for row in mine]
+        half = 1.96 * g * np.mean(errors, 0)
+        axis.plot(t, g, "k--", lw=1.5, label="predicted g(t)")
+        axis.fill_between(t, g - half, g + half, color="k", alpha=0.15, lw=0, label="95 % band for these replicas")
+    axis.set(xlabel="t", ylabel="J / (τ c)", title=f"τ = {smallest:g}")
     axis.legend(frameon=False, fontsize=8)
     _save(figure, path)
 

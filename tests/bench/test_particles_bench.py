@@ -43,7 +43,8 @@ def test_the_file_of_figures(tmp_path: Path) -> None:
     out = tmp_path / "particles.json"
     assert CliRunner().invoke(app, ["bench", "particles", *arguments, "--json", str(out)]).exit_code == 0
     result = json.loads(out.read_text())
-    assert set(result) == {"settings", "machine", "rows", "ratios"}
+    assert set(result) == {"settings", "machine", "rows", "ratios", "skipped"}
+    assert result["skipped"] == []
     assert set(result["ratios"]) == {"step_time_vs", "time_per_particle_spread"}
     assert result["ratios"]["step_time_vs"].keys() == {"numpy", "numpy_stacked", "all_pairs"}
     steps = [r for r in result["rows"] if r["name"] == "step"]
@@ -57,8 +58,9 @@ def test_the_file_of_figures(tmp_path: Path) -> None:
 
 def test_states_that_do_not_fit_are_left_out() -> None:
     settings = Settings(particles=(64, 4096), dims=(2,), batch_sizes=(2,), turns=1, max_gib=2e-5)
-    rows = run(settings, lambda title, total: lambda: None)["rows"]
-    assert [r["particles"] for r in rows if r["name"] == "step"] == [64]
+    result = run(settings, lambda title, total: lambda: None)
+    assert [r["particles"] for r in result["rows"] if r["name"] == "step"] == [64]
+    assert result["skipped"] == [{"particles": 4096, "dim": 2, "batch_size": 2}]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,11 @@ def test_states_that_do_not_fit_are_left_out() -> None:
         (["--dims", ""], "at least one number"),
         (["--batch-sizes", "two"], "expected integers"),
         (["--turns", "0"], "must be positive"),
+        (["--dims", "2.7"], "expected integers"),
+        (["--particles", "inf"], "expected integers"),
+        (["--particles", "100", "--batch-sizes", "200"], "must not exceed --particles"),
+        (["--max-gib", "1e-9"], "no state fits"),
+        (["--json", "."], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:

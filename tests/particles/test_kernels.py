@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Callable[[], Kernel], Formula]] = {
     "coulomb": (lambda: Coulomb(parameter(0.6)), unless_together(lambda k, d, r: -k.strength * d / r**3)),
     "function": (
         lambda: Function(lambda x, y: torch.sin(y - x) * x.square()),
-        lambda k, gap, x, y: torch.sin(y - x) * x**2,
+        lambda k, gap, x, y: torch.sin(gap(x, y)) * x**2,
     ),
 }
 SPACES: dict[str, Space] = {"euclidean": Euclidean(), "box": Box(2.0), "sphere": Sphere()}

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,7 +129,7 @@ def test_methods() -> None:
 def test_systems() -> None:
     with pytest.raises(ValueError, match="second-order systems live on R\\^d or in a box, not on the sphere"):
         System(kernel=Consensus(), friction=1.0, space=Sphere())
-    with pytest.raises(ValueError, match="`friction` must not be negative, got -1"):
+    with pytest.raises(ValueError, match="`friction` must be a number of at least 0 or None, got -1"):
         System(kernel=Consensus(), friction=-1.0)
     with pytest.raises(ValueError, match="CuckerSmale acts on velocities: give the system a friction"):
         System(kernel=CuckerSmale())
@@ -168,7 +169,9 @@ def test_a_run_that_blows_up_says_so_and_keeps_what_it_had(p: int | None) -> Non
 def test_an_unstable_step_is_named() -> None:
     """x' = 30 x doubles and doubles: float32 ends after some forty steps, of which all are returned."""
     system = System(kernel=Consensus(0.0), drift=lambda x: 30.0 * x.pow(3), space=Box(1e30))
-    with pytest.warns(RuntimeWarning, match=r"in step (\d+) of 100: tau m = 0\.1"):
+    with pytest.warns(
+        RuntimeWarning, match=r"in step (\d+) of 100: tau m strength = 0 is not the reason; look at drift"
+    ):
         run = simulate(system, 1 + points(4, 1).abs(), 10.0, 0.1, save_every=1)
     assert 1 < len(run.t) < 100
     assert run.x.isfinite().all()
@@ -180,3 +183,37 @@ def test_large_but_finite_is_no_blow_up() -> None:
     run = simulate(System(kernel=Gaussian()), x0, 1.0, 0.5)
     assert run.stopped is None
     assert torch.equal(run.final, x0)
+
+
+def test_the_strength_of_a_kernel_is_named() -> None:
+    with pytest.warns(RuntimeWarning, match=r"tau m strength = 100 should stay below about 1"):
+        simulate(System(kernel=Consensus(1000.0)), points(4, 1), 200.0, 0.1)
+    with pytest.warns(RuntimeWarning, match="take a smaller tau, or look at kernel, drift and noise"):
+        simulate(System(kernel=Function(lambda x, y: 1e30 * (y - x))), points(4, 1), 2.0, 0.1)
+
+
+def test_functions_and_matrices_of_another_shape() -> None:
+    x = points(5, 2)
+    with pytest.raises(ValueError, match=r"`drift` must return a tensor of its argument's shape \(1, 3, 2\)"):
+        simulate(System(kernel=Consensus(), drift=lambda x: -x.norm(dim=-1)), x, 1.0, 0.5)
+    with pytest.raises(ValueError, match="`noise` must return a tensor of its argument's shape"):
+        simulate(System(kernel=Consensus(), noise=lambda x: x.norm(dim=-1)), x, 1.0, 0.5)
+    with pytest.raises(ValueError, match="`w` of the attention is for 4 dimensions, particles have 2"):
+        simulate(System(kernel=Attention(torch.eye(4)), space=Sphere()), Sphere().retract(x), 1.0, 0.5)
+    with pytest.raises(ValueError, match="`masses` must be finite"):
+        simulate(System(kernel=Consensus(), masses=torch.full((5,), math.nan)), x, 1.0, 0.5)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    x = points(6, 2)
+    two = np.int64(2)
+    a, b = (simulate(System(kernel=Consensus()), x, 0.2, 0.1, batch_size=p).final for p in (2, two))
+    assert torch.equal(a, b)
+
+
+def test_consensus_far_from_the_origin_keeps_its_digits() -> None:
+    """Positions themselves have seven digits; sums of many of them must not take more away."""
+    x = 1e4 + torch.randn(64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = simulate(System(kernel=Consensus()), x, 1.0, 0.01).final
+    found = simulate(System(kernel=Consensus()), x.float(), 1.0, 0.01).final
+    assert (found - exact).abs().max() < 100 * 0.0005  # each of 100 steps rounds to half of 2^-10

@@ -459,3 +459,9 @@ def test_the_example_is_reproducible_and_scaled() -> None:
     assert float(w.norm()) == pytest.approx(2, abs=1e-14)
     assert (w - w.T).abs().max() > 0.1
     assert (x.norm(dim=1) - 1).abs().max() < 1e-15
+
+
+def test_a_system_without_batch_error_has_no_rate() -> None:
+    x = torch.randn(12, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="make no error in this system"):
+        convergence(System(kernel=Consensus(0.0)), x, 1.0, [0.5, 0.25], [2, 4], 3)

@@ -64,8 +64,8 @@ def test_points_that_do_not_belong() -> None:
         Sphere().check(x * torch.tensor([[1.0], [1.0], [1.01], [1.0], [1.0]]))
     with pytest.raises(ValueError, match="on the unit sphere"):
         Sphere().check(x * math.nan)
-    for side in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="side of a box must be positive"):
+    for side in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="side of a box must be one positive number"):
             Box(side)
 
 

@@ -50,6 +50,8 @@ def test_equal_calls_give_equal_numbers(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--taus", "1/0"], "expected numbers such as 1/16"),
+        (["--taus", "1e400"], "expected numbers such as 1/16"),
+        (["--batch-sizes", "2,inf"], "expected integers"),
         (["--taus", "2"], "--taus must be positive and at most the horizon"),
         (["--taus", "1/4"], "at least two steps"),
         (["--batch-sizes", "2,48"], "batch sizes must be from 2 to N - 1 = 47"),

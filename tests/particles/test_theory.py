@@ -434,3 +434,27 @@ def test_bad_input_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_forces_that_jump_or_cannot_be_linearised_are_refused() -> None:
+    """Measured J / (tau c) of the box: 0.42 where 0.037 would have been predicted."""
+    x = torch.rand(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.raises(ValueError, match="jumps at half the box's side"):
+        predict_error(System(kernel=Gaussian(0.5), space=Box(1.0)), x, 1.0)
+    predict_error(System(kernel=Gaussian(0.1), space=Box(1.0)), x, 0.1, steps=2)
+    with pytest.raises(ValueError, match="singular forces on a line"):
+        predict_error(System(kernel=LogGas()), x[:, :1], 1.0)
+    with pytest.warns(UserWarning, match="K is singular"):
+        predict_error(System(kernel=LogGas()), x, 0.01, steps=2)
+
+
+def test_progress_is_told() -> None:
+    x = torch.rand(20, 2, dtype=torch.float64)
+    for samples in (None, 4):
+        told: list[tuple[int, int]] = []
+
+        def tell(done: int, steps: int, told: list[tuple[int, int]] = told) -> None:
+            told.append((done, steps))
+
+        predict_error(System(kernel=Gaussian()), x, 1.0, steps=3, samples=samples, progress=tell)
+        assert told == [(1, 3), (2, 3), (3, 3)]
