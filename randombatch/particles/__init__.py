@@ -5,6 +5,7 @@
 | file | what it says |
 |---|---|
 | kernels.py | K, each with its dense form and valid range |
+| pair_motion.py | two particles alone: what exact pair flows are made of |
 | spaces.py | R^d, periodic box, unit sphere |
 | system.py | drift, kernel, masses, noise, friction together, and the force in a batch |
 | batches.py | who interacts in a step: all, a division, random picks |

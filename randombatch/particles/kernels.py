@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from randombatch.particles.pair_motion import artanh_excess, half_angle, like, part, turn
 from randombatch.particles.spaces import Box, Euclidean, Space, Sphere
 
 
@@ -234,10 +235,10 @@ class Consensus(Radial):
     ) -> tuple[Tensor, Tensor]:
         if isinstance(space, Sphere):
             return super().pair_flow(x, y, mass_x, mass_y, time, space)
-        both = _like(x, mass_x + mass_y)
+        both = like(x, mass_x + mass_y)
         balanced = both == 0
         share = -torch.expm1(-self.strength * time * both) / both.masked_fill(balanced, 1.0)
-        gone = torch.where(balanced, _like(x, self.strength * time), share) * space.difference(x, y)
+        gone = torch.where(balanced, like(x, self.strength * time), share) * space.difference(x, y)
         return x + mass_y * gone, y - mass_x * gone
 
 
@@ -347,13 +348,13 @@ class LogGas(Radial):
         """|x - y|^2 grows by 2 (m_x + m_y) t; on the sphere cos^2(half the angle) decays by exp(-(m_x + m_y) t / 2)."""
         rate = self.strength * time * (mass_x + mass_y)
         if isinstance(space, Sphere):
-            sine, cosine = _half_angle(x, y)
+            sine, cosine = half_angle(x, y)
             # 1 - cosine^2 exp(-rate / 2) without cancellation for close points; beyond e^80 attracted ones have met.
-            change = torch.expm1(_like(x, -rate / 2).clamp(max=80))
+            change = torch.expm1(like(x, -rate / 2).clamp(max=80))
             square = sine.square() * (1 + change) - change
             after = (square.clamp(min=torch.finfo(x.dtype).tiny).sqrt(), cosine * (1 + change).sqrt())
-            return _turn(x, y, mass_x, mass_y, (sine, cosine), after, self.strength * time / (2 * _no_zero(sine)))
-        return _part(x, y, mass_x, mass_y, space.difference(y, x), self.strength * time, 2)
+            return turn(x, y, mass_x, mass_y, (sine, cosine), after, self.strength * time / (2 * _no_zero(sine)))
+        return part(x, y, mass_x, mass_y, space.difference(y, x), self.strength * time, 2)
 
 
 class Coulomb(Radial):
@@ -378,86 +379,17 @@ class Coulomb(Radial):
         """r^3 grows by 3 (m_x + m_y) t; on the sphere artanh(u) - u by (m_x + m_y) t / 8, u = sin(half the angle)."""
         rate = self.strength * time * (mass_x + mass_y)
         if isinstance(space, Sphere):
-            sine, cosine = _half_angle(x, y)
+            sine, cosine = half_angle(x, y)
             artanh = torch.log((1 + sine) / cosine.clamp(min=torch.finfo(x.dtype).tiny))
-            w = self._solve((_excess(artanh, sine) + rate / 8).clamp(min=1e-27))
+            w = self._solve((artanh_excess(artanh, sine) + rate / 8).clamp(min=1e-27))
             pull = self.strength * time / (4 * _no_zero(sine).square())
-            return _turn(x, y, mass_x, mass_y, (sine, cosine), (torch.tanh(w), 1 / torch.cosh(w)), pull)
-        return _part(x, y, mass_x, mass_y, space.difference(y, x), self.strength * time, 3)
+            return turn(x, y, mass_x, mass_y, (sine, cosine), (torch.tanh(w), 1 / torch.cosh(w)), pull)
+        return part(x, y, mass_x, mass_y, space.difference(y, x), self.strength * time, 3)
 
     def _solve(self, c: Tensor) -> Tensor:
         """w - tanh(w) = c > 0 solved for w: convex and rising, so Newton's method converges from the right."""
         w = torch.minimum((5 * c) ** (1 / 3), c + 1).clamp(min=1e-9)
         for _ in range(self.NEWTON_STEPS):
             t = torch.tanh(w)
-            w = (w - (_excess(w, t) - c) / t.square()).clamp(min=1e-9)
+            w = (w - (artanh_excess(w, t) - c) / t.square()).clamp(min=1e-9)
         return w
-
-
-def _like(x: Tensor, value: Any) -> Tensor:
-    return torch.as_tensor(value, dtype=x.dtype, device=x.device)
-
-
-def _excess(w: Tensor, u: Tensor) -> Tensor:
-    """w - u where u = tanh(w), by its series in u for small ones, which would cancel."""
-    u2, series = u.square(), torch.zeros_like(u)
-    for power in range(17, 1, -2):
-        series = series * u2 + 1 / power
-    return torch.where(u < 0.1, series * u2 * u, w - u)
-
-
-def _part(
-    x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, d: Tensor, strength: Any, power: int
-) -> tuple[Tensor, Tensor]:
-    """Both move along d = x - y, of length r: r^power grows by power strength (m_x + m_y), the lighter moves more.
-
-    Attracted particles meet and stay together. r_new - r is taken as (r_new^power - r^power) / its other factor: no
-    ratio overflows for close ones, and nothing is divided by masses that cancel.
-    """
-    r = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
-    apart = r > 0
-    r = r.masked_fill(~apart, 1.0)
-    both = _like(x, mass_x + mass_y)
-    grown = r**power + power * strength * both
-    met = grown <= 0
-    grown = grown.masked_fill(met, 1.0) ** (1 / power)
-    other = grown + r if power == 2 else grown * (grown + r) + r.square()
-    share = power * strength / other
-    share = torch.where(met, -r / both.masked_fill(both == 0, 1.0), share)
-    share = share * (d / r).masked_fill(~apart, 0.0)
-    return x + mass_y * share, y - mass_x * share
-
-
-def _half_angle(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Sine and cosine of half the angle between two points of the sphere: exact for close and for opposite ones."""
-    sine, cosine = (torch.linalg.vector_norm(z, dim=-1, keepdim=True) / 2 for z in (x - y, x + y))
-    return sine, cosine
-
-
-def _turn(
-    x: Tensor,
-    y: Tensor,
-    mass_x: Any,
-    mass_y: Any,
-    before: tuple[Tensor, Tensor],
-    after: tuple[Tensor, Tensor],
-    pull: Any,
-) -> tuple[Tensor, Tensor]:
-    """Both turn in their common plane until half their angle has the sine and cosine `after`.
-
-    Coinciding or opposite points stay. Where the masses cancel the angle stays, and both turn the same way by the
-    tangential part of `pull`.
-    """
-    both = _like(x, mass_x + mass_y)
-    balanced = both == 0
-    angle = 2 * (torch.atan2(*after) - torch.atan2(*before)) / both.masked_fill(balanced, 1.0)
-    angle = torch.where(balanced, pull * before[1], angle)
-
-    def away(a: Tensor, b: Tensor, by: Tensor) -> Tensor:
-        direction = (a - b) - ((a - b) * a).sum(-1, keepdim=True) * a
-        length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
-        direction = direction / length.clamp(min=torch.finfo(a.dtype).tiny)
-        moved = a * torch.cos(by) + direction * torch.sin(by)
-        return torch.where(length > 0, moved, a)
-
-    return away(x, y, mass_y * angle), away(y, x, mass_x * angle)
