@@ -141,6 +141,18 @@ class Division:
         return batch + self._graphs[1].to(position.device)[graph]
 
     @property
+    def starts(self) -> Tensor:
+        """Position where each batch begins, and the end: int64 `(num_batches + 1,)` on the CPU."""
+        starts, _ = self._layout(0, self._graphs[0].numel() - 1)
+        return torch.cat([starts, torch.tensor([self.num_items])])
+
+    # As part of itself a division begins with its first batch, and rows are their own names: see `GivenBatches`.
+    first = 0
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        return rows
+
+    @property
     def graph_sizes(self) -> Tensor:
         """Number of items of each graph (one graph without `ptr`), int64 on the CPU."""
         return self._graphs[0].diff()

@@ -24,6 +24,8 @@ from torch import Tensor
 from randombatch.attention import blocks
 from randombatch.attention.rows import divide_rows
 from randombatch.division import Division
+from randombatch.given_batches import GivenBatches
+from randombatch.permutation import signed64
 
 KERNELS = ("softmax", "sgformer")
 
@@ -34,7 +36,7 @@ def projected_attention(
     in_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
-    seed: Tensor,
+    seed: Tensor | None,
     batch_size: int,
     *,
     heads: int = 1,
@@ -42,6 +44,7 @@ def projected_attention(
     ptr: Tensor | None = None,
     batch: Tensor | None = None,
     mask: Tensor | None = None,
+    division: Division | GivenBatches | None = None,
     dropout_p: float = 0.0,
     recompute: bool = True,
     block_rows: int | None = None,
@@ -54,13 +57,14 @@ def projected_attention(
         in_bias: `(3 F',)` or None.
         out_weight: `(F'', F')`.
         out_bias: `(F'',)` or None.
-        seed: 0-d int64 on the CPU; with `batch_size` and what follows it names the division.
+        seed: 0-d int64 on the CPU; with `batch_size` and what follows it names the division (None if that is given).
         batch_size: p.
         heads: H.
         kernel: "softmax", or "sgformer" (its linear attention with q and k divided by their row norms).
         ptr: graph boundaries.
         batch: graph number of each row, in any order.
         mask: `(B, n)` with B n = N, True = valid: graph b is the valid rows of the b-th n; others come out as zero.
+        division: the batches themselves, instead of `seed`, `batch_size`, `ptr`, `batch` and `mask`.
         dropout_p: dropout of the attention weights (softmax only).
         recompute: False keeps the attention weights of all batches, N x p numbers, for the backward pass.
         block_rows: rows per block (default: from the cache, see `blocks.rows_per_block`).
@@ -80,11 +84,27 @@ def projected_attention(
         if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
             parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
             output = None, out_bias
+    order = ids = None
+    if division is not None:
+        seed, batch_size = torch.tensor(signed64(division.seed)), division.batch_size
+        order, ids, ptr = _given(division, x.device)
+    assert seed is not None
     out, _ = projected(
-        x, in_weight, in_bias, *output, seed, ptr, batch, mask,
+        x, in_weight, in_bias, *output, seed, ptr, batch, mask, order, ids,
         batch_size, heads, parts, kernel, dropout_p, recompute, block_rows or 0,
     )  # fmt: skip
     return out
+
+
+def _given(
+    division: Division | GivenBatches, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Order, ids and boundaries as the operator takes them; a plain division is named by its seed."""
+    if isinstance(division, GivenBatches):
+        return division.order, division.ids, division.starts
+    if division.rows is not None:
+        return division.order(device=device), None, division.starts
+    return None, None, division.ptr
 
 
 def _scale_query(in_weight: Tensor, in_bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +162,7 @@ class _Layer:
         x: Tensor,
         in_weight: Tensor,
         in_bias: Tensor | None,
-        division: Division,
+        division: Division | GivenBatches,
         heads: int,
         parts: int,
         kernel: str,
@@ -190,7 +210,8 @@ class _Layer:
             dropped = weights
             if self.dropout_p:
                 numbers = torch.arange(self.heads, device=rows.device)
-                keep = blocks.dropout_scale(rows_CP, numbers, self.dropout_p, self.division.seed, scratch.dtype)
+                items_CP = self.division.ids_of(rows_CP)
+                keep = blocks.dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, scratch.dtype)
                 keep = keep.view_as(weights)
                 dropped = torch.mul(weights, keep, out=scratch("dropped", *weights.shape))
             torch.bmm(dropped, v, out=out)
@@ -231,6 +252,8 @@ def projected(
     ptr: Tensor | None,
     batch: Tensor | None,
     mask: Tensor | None,
+    order: Tensor | None,
+    ids: Tensor | None,
     batch_size: int,
     heads: int,
     parts: int,
@@ -242,9 +265,10 @@ def projected(
     """The layer's output `(N, F'')` and, unless `recompute`, the softmax weights of all batches in a row.
 
     `in_weight` stacks query, key and value, or (2 `parts`) query and value, x being the key. Without `out_weight` the
-    values are output already.
+    values are output already. With `order` the batches are given: `ptr` says where each begins in it, `ids` the item of
+    each row.
     """
-    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask)
+    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
     layer = _Layer(x, in_weight, in_bias, division, heads, parts, kernel, dropout_p, block_rows)
     scratch = layer.scratch
     out_NF = layer.new_rows(_out_width(in_weight, out_weight, parts))
@@ -268,13 +292,13 @@ def _out_width(in_weight: Tensor, out_weight: Tensor | None, parts: int) -> int:
     return in_weight.shape[0] // parts if out_weight is None else out_weight.shape[0]
 
 
-def _saved_size(division: Division, heads: int, kernel: str, recompute: bool) -> int:
+def _saved_size(division: Division | GivenBatches, heads: int, kernel: str, recompute: bool) -> int:
     return 0 if recompute or kernel != "softmax" else heads * sum(s * s for s in division.sizes)
 
 
 @projected.register_fake
-def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, batch_size, heads, parts, kernel, *rest):
-    _, recompute, _ = rest
+def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, *rest):
+    _, _, parts, kernel, _, recompute, _ = rest
     saved: int | torch.SymInt = 0
     if not recompute and kernel == "softmax":
         # How many depends on the sizes of the graphs, which only the real operator reads.
@@ -296,6 +320,8 @@ def projected_backward(
     ptr: Tensor | None,
     batch: Tensor | None,
     mask: Tensor | None,
+    order: Tensor | None,
+    ids: Tensor | None,
     batch_size: int,
     heads: int,
     parts: int,
@@ -304,7 +330,7 @@ def projected_backward(
     block_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none)."""
-    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask)
+    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
     layer = _Layer(x, in_weight, in_bias, division, heads, parts, kernel, dropout_p, block_rows)
     scratch = layer.scratch
     grad = grad.contiguous()
@@ -382,7 +408,7 @@ def _backward(ctx, grad, _):
     *tensors, saved = ctx.saved_tensors
     gradients = projected_backward(grad, saved, *tensors, *ctx.rest)
     there = (None if tensor is None else g for tensor, g in zip(tensors, gradients, strict=False))
-    return *there, *[None] * 11
+    return *there, *[None] * 13
 
 
 projected.register_autograd(_backward, setup_context=_setup)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from randombatch.division import Division
+from randombatch.given_batches import GivenBatches
 
 
 def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor | None) -> Tensor | None:
@@ -37,9 +38,19 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
 
 
 def divide_rows(
-    num_rows: int, seed: Tensor, batch_size: int, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None
-) -> Division:
-    """The division of a table's rows (with `mask`, of the valid ones) inside each graph."""
+    num_rows: int,
+    seed: Tensor,
+    batch_size: int,
+    ptr: Tensor | None,
+    batch: Tensor | None,
+    mask: Tensor | None,
+    order: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Division | GivenBatches:
+    """The division of a table's rows (with `mask`, of the valid ones) inside each graph, unless `order` gives it."""
+    if order is not None:
+        assert ptr is not None
+        return GivenBatches(order, ptr, batch_size, int(seed), ids)
     rows = None
     if mask is not None and not bool(mask.all()):
         rows = mask.flatten().nonzero().squeeze(1)

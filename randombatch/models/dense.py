@@ -21,6 +21,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from randombatch.attention.blocks import Scratch, new_rows, rows_per_block
+from randombatch.distributed.shard import Shard
 from randombatch.division import draw_seed
 from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
 from randombatch.models.features import SparseFeatures
@@ -69,9 +70,24 @@ class Dense(nn.Module):
             if module is not None:
                 module.reset_parameters()
 
-    def forward(self, x: Tensor | SparseFeatures, residual: Tensor | None = None) -> Tensor:
-        """`x` (N, F), `residual` (N, D) or None. In training one seed is drawn from torch's default generator."""
-        seed = int(draw_seed()) if self.training and self.dropout else 0
+    def draw(self) -> int:
+        """The seed of one forward's dropout, from torch's default generator; 0 where nothing is dropped."""
+        return int(draw_seed()) if self.training and self.dropout else 0
+
+    def forward(
+        self,
+        x: Tensor | SparseFeatures,
+        residual: Tensor | None = None,
+        seed: int | None = None,
+        shard: Shard | None = None,
+    ) -> Tensor:
+        """`x` (N, F), `residual` (N, D) or None.
+
+        `seed` of the dropout is drawn if not given. With `shard` the rows are this rank's, dropout knows them by their
+        ids, and batch norm takes its statistics over all ranks.
+        """
+        seed = self.draw() if seed is None else seed
+        count = len(x) if shard is None else shard.num_rows
         weight, bias = (None, None) if self.linear is None else (self.linear.weight, self.linear.bias)
         if isinstance(x, SparseFeatures):
             assert self.linear is not None
@@ -80,13 +96,13 @@ class Dense(nn.Module):
         if not x.numel():
             return self.naive(x, residual, seed)
         mean, var = self._running() if not self.training else (None, None)
-        if self.training and isinstance(self.norm, nn.BatchNorm1d) and len(x) == 1:
+        if self.training and isinstance(self.norm, nn.BatchNorm1d) and count == 1:
             raise ValueError("batch norm cannot train on a single row: its variance is zero")
         kind = None if self.norm is None else "layer" if isinstance(self.norm, nn.LayerNorm) else "batch"
-        spec = _Spec(kind, 0.0 if self.norm is None else self.norm.eps, self.relu, *self._drop(), seed)
+        spec = _Spec(kind, 0.0 if self.norm is None else self.norm.eps, self.relu, *self._drop(), seed, shard)
         out, mean, var = _Dense.apply(x, weight, bias, gain, shift, residual, mean, var, spec)
         if self.training and isinstance(self.norm, nn.BatchNorm1d):
-            self._update(mean, var, len(x))
+            self._update(mean, var, count)
         return out
 
     def naive(self, x: Tensor, residual: Tensor | None = None, seed: int = 0) -> Tensor:
@@ -130,6 +146,7 @@ class _Spec:
     lanes: int  # of 2^16 that are dropped
     scale: float  # of those that are kept
     seed: int
+    shard: Shard | None = None
 
 
 def _pass_where(values: Tensor, where: Tensor, above: float, out: Tensor) -> Tensor:
@@ -164,7 +181,12 @@ class _Blocks:
 
     def drop(self, values: Tensor, rows: slice) -> None:
         if self.spec.lanes:
-            bits = dropout_bits(self.scratch, rows.start, len(values), self.width, self.spec.seed)
+            shard, start, ids = self.spec.shard, rows.start, None
+            if shard is not None and shard.owner is not None:
+                ids = shard.rows[rows].to(values.device)
+            elif shard is not None:
+                start += shard.bounds[shard.rank]
+            bits = dropout_bits(self.scratch, start, len(values), self.width, self.spec.seed, ids)
             _pass_where(values, bits, least_kept(self.spec.lanes) - 0.5, out=values)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
@@ -185,7 +207,18 @@ class _Blocks:
             squares = squares + self.product(centred, centred).sum(0)
         assert pilot is not None
         shift = total / len(self.x)
-        return pilot + shift, (squares / len(self.x) - shift.square()).clamp_(min=0)
+        mean, var = pilot + shift, (squares / len(self.x) - shift.square()).clamp_(min=0)
+        return (mean, var) if self.spec.shard is None else _pooled(mean, var, self.spec.shard)
+
+
+def _pooled(mean: Tensor, var: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the rows of all ranks from those of each."""
+    counts = mean.new_full((1,), len(shard))
+    every = shard.gather(torch.cat([counts, mean, var]))
+    share = every[:, :1] / shard.num_rows
+    means, variances = every[:, 1:].chunk(2, dim=1)
+    pooled = (share * means).sum(0)
+    return pooled, (share * (variances + (means - pooled).square())).sum(0)
 
 
 class _Dense(torch.autograd.Function):
@@ -340,8 +373,13 @@ class _Backward:
 
     def _centre(self, t_ND: Tensor, back_ND: Tensor, dx: Tensor | None) -> None:
         blocks, n = self.blocks, len(self.grad)
-        slope = (self.dgain.double() - self.mean * self.dshift) / (self.var.double() + blocks.spec.eps) / n
-        level = (self.dshift.double() / n - self.mean * slope).to(t_ND.dtype)
+        dgain, dshift = self.dgain.double(), self.dshift.double()
+        if blocks.spec.shard is not None:
+            # Parameters' gradients stay this rank's; only the means are over all.
+            n = blocks.spec.shard.num_rows
+            dgain, dshift = blocks.spec.shard.sum(torch.stack([dgain, dshift])).unbind(0)
+        slope = (dgain - self.mean * dshift) / (self.var.double() + blocks.spec.eps) / n
+        level = (dshift / n - self.mean * slope).to(t_ND.dtype)
         slope = slope.to(t_ND.dtype)
         for rows in blocks:
             t = t_ND[rows]

@@ -21,15 +21,22 @@ def least_kept(lanes: int) -> float:
     return lanes - _LANE // 2
 
 
-def dropout_bits(scratch: Scratch, start: int, rows: int, width: int, seed: int) -> Tensor:
+def dropout_bits(scratch: Scratch, start: int, rows: int, width: int, seed: int, ids: Tensor | None = None) -> Tensor:
     """A number in -2^15, ..., 2^15 - 1 for each entry of `rows` rows from `start` on, as the scratch's float type.
 
-    One hash of (seed, row, column / 4) makes four of them.
+    One hash of (seed, row, column / 4) makes four of them. `ids` names the rows instead of `start`.
     """
     words = -(-width // 4)
     word, high = (scratch(name, rows * words, dtype=torch.int64) for name in ("bits", "high bits"))
-    counters = scratch.constant("counters", rows * words, lambda n: torch.arange(n, device=scratch.device) * _GOLDEN)
-    torch.add(counters, signed64(start * words * _GOLDEN + fold_in(seed)), out=word)
+    if ids is None:
+        counters = scratch.constant(
+            "counters", rows * words, lambda n: torch.arange(n, device=scratch.device) * _GOLDEN
+        )
+        torch.add(counters, signed64(start * words * _GOLDEN + fold_in(seed)), out=word)
+    else:
+        columns = torch.arange(words, device=scratch.device)
+        torch.add((ids * words)[:, None], columns, out=word.view(rows, words))
+        word.mul_(_GOLDEN).add_(signed64(fold_in(seed)))
     for _ in range(2):
         torch.bitwise_right_shift(word, 32, out=high)
         word.bitwise_xor_(high.bitwise_and_(0xFFFFFFFF)).mul_(_MULTIPLIER)

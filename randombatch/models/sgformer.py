@@ -16,18 +16,26 @@ The authors divide q and k by the norm of the *whole* tensor, which leaves o_i =
 
 import itertools
 import weakref
+from collections.abc import Generator
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from randombatch.attention.projected import projected_attention
-from randombatch.division import check_batch_size, draw_seed
+from randombatch.distributed.convolution import ShardedAdjacency
+from randombatch.distributed.exchange import finish, in_batches, interleave
+from randombatch.distributed.shard import Shard
+from randombatch.division import Division, check_batch_size, draw_seed
+from randombatch.given_batches import GivenBatches
 from randombatch.models.dense import Dense
 from randombatch.models.features import SparseFeatures
 from randombatch.models.propagation import Adjacency
 from randombatch.nn.draws import Draws, mean
 
+# A branch yields where its rows are under way and the other branch could compute.
+Stages = Generator[None, None, Tensor]
 ATTENTIONS = ("none", "origin", "full", "random-batch")
 FULL_LIMIT = 16_384
 
@@ -73,9 +81,18 @@ class GlobalAttention(Draws, nn.Module):
             if linear is not None:
                 linear.reset_parameters()
 
+    def draw(self) -> list[Tensor]:
+        """The seeds of one forward's divisions."""
+        return [] if self.attention == "none" else self.seeds()
+
     def forward(self, x: Tensor, ptr: Tensor | None = None) -> Tensor:
         """`x` (N, F); `ptr` the boundaries of graphs, which never attend to each other."""
-        largest = len(x) if ptr is None else int(ptr.diff().max())
+        return finish(self.stages(x, ptr, self.draw()))
+
+    def stages(self, x: Tensor, ptr: Tensor | None, seeds: list[Tensor], shard: Shard | None = None) -> Stages:
+        """`forward` on given divisions, yielding while rows are under way between ranks."""
+        num_rows = len(x) if shard is None else shard.num_rows
+        largest = num_rows if ptr is None else int(ptr.diff().max())
         if self.attention == "full":
             check_full(largest)
         value_weight, value_bias, average = self._value(x)
@@ -85,12 +102,18 @@ class GlobalAttention(Draws, nn.Module):
         bias = torch.cat([self.query.bias, self.key.bias, value_bias])
         batch_size = self.batch_size if self.attention == "random-batch" else max(2, largest)
         kernel = "sgformer" if self.attention == "origin" else "softmax"
-        results = [
-            projected_attention(
-                x, weight, bias, average, None, seed, batch_size, heads=self.heads, kernel=kernel, ptr=ptr
-            )
-            for seed in self.seeds()
-        ]
+
+        def attend(rows: Tensor, division: Division | GivenBatches | None = None, seed: Tensor | None = None) -> Tensor:
+            return projected_attention(
+                rows, weight, bias, average, None, seed, batch_size, heads=self.heads, kernel=kernel,
+                ptr=ptr if division is None else None, division=division,
+            )  # fmt: skip
+
+        if shard is None:
+            return mean([attend(x, seed=seed) for seed in seeds])
+        results = []
+        for seed in seeds:
+            results.append((yield from in_batches(x, attend, shard, seed, batch_size, ptr)))
         return mean(results)
 
     def _value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,11 +146,21 @@ class TransformerBranch(nn.Module):
             Dense(channels, channels, linear=False, norm=norm, relu=use_act, dropout=dropout) for _ in range(layers)
         )
 
+    def stages(self, x: Tensor | SparseFeatures, ptr: Tensor | None, shard: Shard | None) -> Stages:
+        """All random numbers are drawn here and now, so that branches can take turns in any order."""
+        layers: Any = zip(self.attentions, self.ends, strict=True)
+        return self._run(x, ptr, shard, self.stem.draw(), [(a.draw(), end.draw()) for a, end in layers])
+
     def forward(self, x: Tensor | SparseFeatures, ptr: Tensor | None) -> Tensor:
-        h = self.stem(x)
-        for attention, end in zip(self.attentions, self.ends, strict=True):
-            attended = attention(h, ptr)
-            h = end(torch.lerp(h, attended, self.alpha) if self.use_residual else attended)
+        return finish(self.stages(x, ptr, None))
+
+    def _run(self, x, ptr, shard, stem_seed: int, seeds: list[tuple[list[Tensor], int]]) -> Stages:
+        h = self.stem(x, seed=stem_seed, shard=shard)
+        for attention, end, (divisions, seed) in zip(self.attentions, self.ends, seeds, strict=True):
+            assert isinstance(attention, GlobalAttention)
+            attended = yield from attention.stages(h, ptr, divisions, shard)
+            h = torch.lerp(h, attended, self.alpha) if self.use_residual else attended
+            h = end(h, seed=seed, shard=shard)
         return h
 
 
@@ -147,13 +180,23 @@ class GraphBranch(nn.Module):
             Dense(width, channels, linear=linear, norm=norm, relu=use_act, dropout=dropout) for _ in range(layers)
         )
 
+    def stages(
+        self, x: Tensor | SparseFeatures, adjacency: Adjacency | ShardedAdjacency, shard: Shard | None
+    ) -> Stages:
+        layers: Any = self.layers
+        return self._run(x, adjacency, shard, self.stem.draw(), [layer.draw() for layer in layers])
+
     def forward(self, x: Tensor | SparseFeatures, adjacency: Adjacency) -> Tensor:
-        g = first = self.stem(x)
-        for layer in self.layers:
+        return finish(self.stages(x, adjacency, None))
+
+    def _run(self, x, adjacency, shard, stem_seed: int, seeds: list[int]) -> Stages:
+        g = first = self.stem(x, seed=stem_seed, shard=shard)
+        for layer, seed in zip(self.layers, seeds, strict=True):
             g = adjacency @ g
             if self.use_init:
                 g = torch.cat([g, first], 1)
-            g = layer(g, first if self.use_residual else None)
+            g = layer(g, first if self.use_residual else None, seed, shard)
+            yield
         return g
 
 
@@ -178,7 +221,16 @@ class PlainGraphBranch(nn.Module):
             elif isinstance(module, nn.BatchNorm1d):
                 module.reset_parameters()
 
+    def stages(
+        self, x: Tensor | SparseFeatures, adjacency: Adjacency | ShardedAdjacency, shard: Shard | None
+    ) -> Stages:
+        ends: Any = self.ends
+        return self._run(x, adjacency, shard, [end.draw() for end in ends])
+
     def forward(self, x: Tensor | SparseFeatures, adjacency: Adjacency) -> Tensor:
+        return finish(self.stages(x, adjacency, None))
+
+    def _run(self, x, adjacency, shard, seeds: list[int]) -> Stages:
         g = x
         for number, linear in enumerate(self.linears):
             assert isinstance(linear, nn.Linear)
@@ -186,7 +238,8 @@ class PlainGraphBranch(nn.Module):
             g = g.linear(linear.weight) if isinstance(g, SparseFeatures) else nnf.linear(g, linear.weight)
             g = (adjacency @ g).add_(linear.bias)
             if number < len(self.ends):
-                g = self.ends[number](g)
+                g = self.ends[number](g, seed=seeds[number], shard=shard)
+            yield
         assert isinstance(g, Tensor)
         return g
 
@@ -270,7 +323,7 @@ class SGFormer(nn.Module):
             batch_size=batch_size, use_bn=trans_use_bn, use_residual=trans_use_residual,
             use_weight=trans_use_weight, use_act=trans_use_act, alpha=alpha,
         )  # fmt: skip
-        self.graph: nn.Module | None = None
+        self.graph: GraphBranch | PlainGraphBranch | None = None
         if use_graph and gnn_plain:
             self.graph = PlainGraphBranch(in_channels, hidden_channels, gnn_num_layers, gnn_dropout, use_bn=gnn_use_bn)
         elif use_graph:
@@ -301,9 +354,10 @@ class SGFormer(nn.Module):
     def forward(
         self,
         x: Tensor | SparseFeatures,
-        edge_index: Tensor | Adjacency,
+        edge_index: Tensor | Adjacency | ShardedAdjacency,
         ptr: Tensor | None = None,
         nodes: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> Tensor:
         """Logits `(N, out_channels)`.
 
@@ -313,23 +367,31 @@ class SGFormer(nn.Module):
             ptr: boundaries of graphs, from 0 to N; None is one graph.
             nodes: ids of the nodes that are asked for (default: all): only these attend to each other and come out,
                 while the graph branch sees every node and edge.
+            shard: which rows this rank passes and gets; then `edge_index` is a `ShardedAdjacency`, and `ptr` describes
+                all rows. The branches take turns, so that the rows of one travel while the other computes.
         """
+        if shard is not None and (nodes is not None or isinstance(edge_index, Tensor)):
+            raise ValueError("with `shard`, `edge_index` must be a ShardedAdjacency, and `nodes` cannot be chosen")
         if nodes is not None and ptr is not None:
             raise ValueError("`nodes` and `ptr` cannot be combined: the boundaries of chosen nodes are not known")
         if self.training and self.input.dropout:
             if isinstance(x, SparseFeatures):
                 x = x.dropout(self.input.dropout, int(draw_seed()))
             else:
-                x = self.input(x)
-        h = self.trans(x if nodes is None else x[nodes], ptr)
+                x = self.input(x, shard=shard)
+        branches = [self.trans.stages(x if nodes is None else x[nodes], ptr, shard)]
         if self.graph is not None:
-            g = self.graph(x, self._adjacency(edge_index, x))
+            branches.append(self.graph.stages(x, self._adjacency(edge_index, x), shard))
+        h, *rest = interleave(*branches)
+        for g in rest:
             g = g if nodes is None else g[nodes]
             h = torch.cat([h, g], 1) if self.aggregate == "cat" else torch.lerp(h, g, self.graph_weight)
         return self.out(h)
 
-    def _adjacency(self, edge_index: Tensor | Adjacency, x: Tensor | SparseFeatures) -> Adjacency:
-        if isinstance(edge_index, Adjacency):
+    def _adjacency(
+        self, edge_index: Tensor | Adjacency | ShardedAdjacency, x: Tensor | SparseFeatures
+    ) -> Adjacency | ShardedAdjacency:
+        if isinstance(edge_index, (Adjacency, ShardedAdjacency)):
             if edge_index.num_nodes != len(x):
                 raise ValueError(f"the adjacency matrix has {edge_index.num_nodes} nodes, `x` has {len(x)} rows")
             return edge_index

@@ -1,11 +1,16 @@
 """`RandomBatchAttention`: a self-attention layer whose projections and attention stream through the cache."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from randombatch.attention.projected import KERNELS, projected_attention
 from randombatch.attention.rows import check_rows
-from randombatch.division import check_batch_size
+from randombatch.distributed.exchange import check_shard, in_batches, interleave
+from randombatch.distributed.shard import Shard
+from randombatch.division import Division, check_batch_size
+from randombatch.given_batches import GivenBatches
 from randombatch.nn.draws import Draws, mean
 
 
@@ -80,7 +85,13 @@ class RandomBatchAttention(Draws, nn.Module):
     _reset_parameters = reset_parameters
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, batch: Tensor | None = None, ptr: Tensor | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        batch: Tensor | None = None,
+        ptr: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> Tensor:
         """Attend inside random batches of each graph.
 
@@ -90,37 +101,47 @@ class RandomBatchAttention(Draws, nn.Module):
                 changes nothing. They come out as zero.
             batch: graph number of each row of an `(N, F)` input, in any order.
             ptr: graph boundaries of an `(N, F)` input, from 0 to N.
+            shard: which rows of the whole table this rank passes (and gets), as `(n, F)`; `mask` and `ptr` then
+                describe the whole table, on every rank alike. A seed is drawn on each rank: seed them alike.
         """
-        ptr = check_rows(x, mask, batch, ptr)
+        ptr = check_rows(x, mask, batch, ptr) if shard is None else check_shard(x, mask, batch, ptr, shard)
         if x.shape[-1] != self.embed_dim:
             raise ValueError(f"`x` must have `embed_dim` = {self.embed_dim} features, got shape {tuple(x.shape)}")
         if x.dtype != self.in_proj_weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
                 f"`x` is {x.dtype} but the layer's weights are {self.in_proj_weight.dtype}: convert one of them"
             )
-        if not x.numel():
+        if not x.numel() and shard is None:
             return self.out_proj(x)
-        results = [
-            projected_attention(
-                x.reshape(-1, x.shape[-1]),
-                self.in_proj_weight,
-                self.in_proj_bias,
-                self.out_proj.weight,
-                self.out_proj.bias,
-                seed,
-                self.batch_size,
-                heads=self.num_heads,
-                kernel=self.kernel,
-                ptr=ptr,
-                batch=batch,
-                mask=mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                recompute=self.recompute,
-                block_rows=self.block_rows,
-            )
-            for seed in self.seeds()
+        rows = x.reshape(-1, x.shape[-1])
+        if shard is None:
+            results = [self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask) for seed in self.seeds()]
+            return mean(results).view(x.shape)
+        stages = [
+            in_batches(rows, self._attend_batches, shard, seed, self.batch_size, ptr, mask) for seed in self.seeds()
         ]
-        return mean(results).view(x.shape)
+        results = interleave(*stages)
+        return mean(results)
+
+    def _attend_batches(self, rows: Tensor, batches: Division | GivenBatches) -> Tensor:
+        return self._attend(rows, None, division=batches)
+
+    def _attend(self, rows: Tensor, seed: Tensor | None, **which: Any) -> Tensor:
+        return projected_attention(
+            rows,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            seed,
+            self.batch_size,
+            heads=self.num_heads,
+            kernel=self.kernel,
+            dropout_p=self.dropout if self.training else 0.0,
+            recompute=self.recompute,
+            block_rows=self.block_rows,
+            **which,
+        )
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, num_heads={self.num_heads}, batch_size={self.batch_size}, kernel={self.kernel!r}"

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from randombatch.attention import blocks
 from randombatch.attention.rows import check_rows, divide_rows
+from randombatch.distributed.exchange import check_shard, in_batches, interleave
+from randombatch.distributed.shard import Shard
 from randombatch.division import Division, check_batch_size, fold_in
+from randombatch.given_batches import GivenBatches
 from randombatch.nn.draws import Draws, mean
 
 # Modules keep about this many arrays as wide as their input alive; blocks are made smaller by it.
@@ -45,10 +48,19 @@ class RandomBatch(Draws, nn.Module):
     _reset_parameters = reset_parameters
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, batch: Tensor | None = None, ptr: Tensor | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        batch: Tensor | None = None,
+        ptr: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> Tensor:
-        """`(N, F)` or `(B, N, F)` to the same with F' features; arguments as in `RandomBatchAttention.forward`."""
-        return apply_in_batches(self, self.module, list(self.module.parameters()), x, mask, batch, ptr)
+        """`(N, F)` or `(B, N, F)` to the same with F' features; arguments as in `RandomBatchAttention.forward`.
+
+        With `shard` a module's own random numbers (dropout) differ from those on a single rank.
+        """
+        return apply_in_batches(self, self.module, list(self.module.parameters()), x, mask, batch, ptr, shard)
 
     def extra_repr(self) -> str:
         return f"batch_size={self.batch_size}"
@@ -63,16 +75,24 @@ def apply_in_batches(
     mask: Tensor | None = None,
     batch: Tensor | None = None,
     ptr: Tensor | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     """`function` on every batch of the divisions that `draws` (with its `batch_size`) makes of x's rows."""
+
+    def compute(rows: Tensor, division: Division | GivenBatches) -> Tensor:
+        return _Streamed.apply(function, division, draws.training, rows, *parameters)
+
+    if shard is not None:
+        ptr = check_shard(x, mask, batch, ptr, shard)
+        stages = [in_batches(x, compute, shard, seed, draws.batch_size, ptr, mask) for seed in draws.seeds()]
+        return mean(interleave(*stages))
     ptr = check_rows(x, mask, batch, ptr)
     flat = x.reshape(-1, x.shape[-1])
     if not len(flat):
         return x.new_zeros(*x.shape[:-1], _width(function, x))
     results = []
     for seed in draws.seeds():
-        division = divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)
-        results.append(_Streamed.apply(function, division, draws.training, flat, *parameters))
+        results.append(compute(flat, divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)))
     return mean(results).view(*x.shape[:-1], -1)
 
 
@@ -115,10 +135,10 @@ class _Streamed(torch.autograd.Function):
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
 
 
-def _blocks(x_NF: Tensor, division: Division) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _blocks(x_NF: Tensor, division: Division | GivenBatches) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Number, rows and stacked input of each block."""
     size = blocks.rows_per_block(ARRAYS_OF_A_MODULE * x_NF.shape[1], x_NF.device)
-    for number, rows_BP in enumerate(division.blocks(size, x_NF.device)):
+    for number, rows_BP in enumerate(division.blocks(size, x_NF.device), start=division.first):
         rows = rows_BP.flatten()
         yield number, rows, x_NF.detach().index_select(0, rows).view(*rows_BP.shape, x_NF.shape[1])
 

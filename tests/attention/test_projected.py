@@ -98,7 +98,7 @@ def test_gradcheck_and_opcheck() -> None:
         torch.autograd.gradcheck(
             lambda *t, kernel=kernel: projected_attention(*t, torch.tensor(1), 4, kernel=kernel), [x, *weights]
         )
-    tail = (torch.tensor(1), None, None, None, 4, 2, 3, "softmax", 0.1)
+    tail = (torch.tensor(1), None, None, None, None, None, 4, 2, 3, "softmax", 0.1)
     for recompute in (True, False):
         torch.library.opcheck(projected, (x, *weights, *tail, recompute, 64))
     detached = [t.detach() for t in (torch.randn_like(x), x.new_empty(0), x, *weights) if t is not None]

@@ -1,0 +1,235 @@
+"""One all-to-all brings every batch's rows together on one rank, one takes the results home.
+
+The division is the same as on a single device, named by its seed: each rank computes for itself where its rows go
+(`Division.position` of its own) and what comes (`Division.order` of the batches it computes), so that no index is ever
+sent and no rank holds a permutation of N. Ranks compute runs of consecutive batches that differ by at most one in
+number. A message holds rows in increasing order of their ids.
+
+Both legs are linear maps that move rows, and each is the transpose of the other: autograd sends gradients of the one
+along the other. `launch` begins a leg, `land` ends it; what is computed in between hides it, forward and backward.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator
+
+import torch
+from torch import Tensor
+
+from randombatch.attention.blocks import new_rows, put_rows
+from randombatch.attention.rows import divide_rows
+from randombatch.distributed.shard import Flight, Shard, even_bounds
+from randombatch.division import Division, fold_in
+from randombatch.given_batches import GivenBatches
+
+
+@dataclasses.dataclass
+class Plan:
+    """Which rows go where, for one division.
+
+    Attributes:
+        shard: who takes part.
+        rows: own rows (by their place) in the order in which they are sent; those not divided are absent.
+        send, receive: rows to and from each rank.
+        batches: the batches that this rank computes, in terms of received rows.
+    """
+
+    shard: Shard
+    rows: Tensor
+    send: list[int]
+    receive: list[int]
+    batches: GivenBatches
+
+
+def plan(division: Division, shard: Shard, device: torch.device | None = None) -> Plan:
+    """Time and memory O(N / R + number of batches) for a shard without `owner`."""
+    starts = division.starts
+    batch_bounds = even_bounds(division.num_batches, shard.size)
+    bounds = starts[batch_bounds].to(device)
+    own = shard.rows.to(device)
+    places = None
+    if division.rows is not None:
+        places = torch.isin(own, division.rows.to(own.device)).nonzero().squeeze(1)
+        own = own[places]
+    destination = torch.searchsorted(bounds[1:-1].contiguous(), division.position(own), right=True)
+    by_destination = torch.argsort(destination, stable=True)
+    send = torch.bincount(destination, minlength=shard.size).tolist()
+    first, stop = batch_bounds[shard.rank], batch_bounds[shard.rank + 1]
+    begin, end = int(bounds[shard.rank]), int(bounds[shard.rank + 1])
+    ids = division.order(begin, end, device)
+    source = shard.owner_of(ids)
+    arrival = torch.argsort(ids if shard.owner is None else source * shard.num_rows + ids)
+    order = torch.empty_like(arrival)
+    order[arrival] = torch.arange(len(arrival), device=order.device)
+    batches = GivenBatches(
+        order, starts[first : stop + 1] - begin, division.batch_size, division.seed, ids[arrival], first
+    )
+    return Plan(
+        shard, by_destination if places is None else places[by_destination], send,
+        torch.bincount(source, minlength=shard.size).tolist(), batches,
+    )  # fmt: skip
+
+
+class _Leg:
+    """Own rows out to their batches (`outward`), or computed rows home."""
+
+    def __init__(self, plan: Plan, outward: bool) -> None:
+        self.plan, self.outward = plan, outward
+        self._flight: Flight | None = None
+
+    def launch(self, rows: Tensor) -> None:
+        p = self.plan
+        if self.outward:
+            packed = torch.index_select(rows, 0, p.rows, out=new_rows(rows, len(p.rows), rows.shape[1]))
+            self._flight = Flight(p.shard, packed, p.send, p.receive, p.shard.attention)
+        else:
+            self._flight = Flight(p.shard, rows, p.receive, p.send, p.shard.attention)
+
+    def land(self) -> Tensor:
+        assert self._flight is not None
+        rows, self._flight = self._flight.land(), None
+        if self.outward:
+            return rows
+        n = len(self.plan.shard)
+        home = new_rows(rows, n, rows.shape[1], zero=len(rows) < n)
+        put_rows(home, self.plan.rows, rows)
+        return home
+
+
+class _Launch(torch.autograd.Function):
+    """Begins a leg; its output is a token that only `_Land` may use."""
+
+    @staticmethod
+    def forward(ctx, rows, leg, back):
+        ctx.back = back
+        leg.launch(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _):
+        return ctx.back.land(), None, None
+
+
+class _Land(torch.autograd.Function):
+    """Ends a leg; going back, it begins the reverse one."""
+
+    @staticmethod
+    def forward(ctx, token, leg, back):
+        ctx.back = back
+        return leg.land()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        ctx.back.launch(grad.contiguous())
+        return grad.new_empty(0), None, None
+
+
+def _launch(rows: Tensor, plan: Plan, outward: bool) -> Callable[[], Tensor]:
+    leg, back = _Leg(plan, outward), _Leg(plan, not outward)
+    token = _Launch.apply(rows, leg, back)
+    return lambda: _Land.apply(token, leg, back)
+
+
+def launch_outward(x: Tensor, plan: Plan) -> Callable[[], Tensor]:
+    """Send own rows `(n, F)` to their batches; the function that is returned waits and gives the received rows."""
+    return _launch(x, plan, True)
+
+
+def launch_home(y: Tensor, plan: Plan) -> Callable[[], Tensor]:
+    """Send computed rows back; the function that is returned gives the own rows in order, zero where not divided."""
+    return _launch(y, plan, False)
+
+
+def in_batches(
+    x: Tensor,
+    compute: Callable[[Tensor, Division | GivenBatches], Tensor],
+    shard: Shard,
+    seed: Tensor,
+    batch_size: int,
+    ptr: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Generator[None, None, Tensor]:
+    """`compute` on the batches of all ranks' rows; yields where rows are under way and something else could be done.
+
+    Args:
+        x: `(n, F)` own rows.
+        compute: maps rows and the batches they form to results, row by row.
+        shard: who owns what.
+        seed: of the division, the same on every rank.
+        batch_size: p.
+        ptr: boundaries of graphs among all rows, the same on every rank.
+        mask: `(B, L)` with B L = N, True = valid, the same on every rank; other rows come out as zero.
+
+    Returns:
+        `(n, F')` results of the own rows.
+    """
+    if shard.exchange == "local" and shard.size > 1:
+        return compute(x, local_division(shard, int(seed), batch_size, ptr, mask))
+    division = divide_rows(shard.num_rows, seed, batch_size, ptr, None, mask)
+    assert isinstance(division, Division)
+    if shard.size == 1:
+        return compute(x, division)
+    there = plan(division, shard, x.device)
+    land = launch_outward(x, there)
+    yield
+    rows = land()
+    land = launch_home(compute(rows, there.batches), there)
+    del rows
+    yield
+    return land()
+
+
+def check_shard(
+    x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor | None, shard: Shard
+) -> Tensor | None:
+    """Refuse own rows whose description does not fit; returns the boundaries of graphs."""
+    if not isinstance(shard, Shard):
+        raise TypeError(f"`shard` must be a Shard, got {type(shard).__name__}: make one with Shard(num_rows, group)")
+    if x.dim() != 2 or len(x) != len(shard):
+        raise ValueError(
+            f"with `shard`, `x` must be the ({len(shard)}, F) rows that rank {shard.rank} owns, got {tuple(x.shape)}"
+        )
+    if batch is not None:
+        raise ValueError("with `shard`, graphs are described by `ptr` over all rows: sort the rows by graph")
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2 or mask.numel() != shard.num_rows):
+        raise ValueError(
+            f"with `shard`, `mask` must be boolean (B, L) over all {shard.num_rows} rows, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}"
+        )
+    return None if ptr is None else torch.as_tensor(ptr)
+
+
+def local_division(
+    shard: Shard, seed: int, batch_size: int, ptr: Tensor | None = None, mask: Tensor | None = None
+) -> Division:
+    """A division of the own rows alone: two of them share a batch with probability (p - 1) / (n - 1), n = len(shard).
+
+    Rows of different ranks never do, so it is not the division of a single device, and not unbiased for it.
+    """
+    own, rows = shard.rows, None
+    if mask is not None:
+        ptr = torch.arange(len(mask) + 1) * mask.shape[1]
+        rows = mask.flatten().cpu()[own].nonzero().squeeze(1)
+        own = own[rows]
+    bounds = None if ptr is None else torch.searchsorted(own, ptr.cpu())
+    return Division(len(own), batch_size, fold_in(seed, shard.rank), ptr=bounds)._on_rows(rows)
+
+
+def finish(stages: Generator[None, None, Tensor]) -> Tensor:
+    """Run through all stages at once."""
+    return interleave(stages)[0]
+
+
+def interleave(*branches: Generator[None, None, Tensor]) -> list[Tensor]:
+    """Take turns: while rows of one branch are under way, another one computes. The results, in order."""
+    results: dict[int, Tensor] = {}
+    waiting = dict(enumerate(branches))
+    while waiting:
+        for number, branch in list(waiting.items()):
+            try:
+                next(branch)
+            except StopIteration as end:
+                results[number] = end.value
+                del waiting[number]
+    return [results[number] for number in range(len(branches))]

@@ -1,0 +1,143 @@
+"""`Shard`: which rows of a table this rank owns, and how it talks to the others."""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EXCHANGES = ("global", "local")
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What a rank sent to others, and how long it stood waiting for it, since `clear`."""
+
+    bytes_sent: int = 0
+    seconds_waiting: float = 0.0
+    seconds_under_way: float = 0.0
+    messages: int = 0
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+class Shard:
+    """A value: the rows of an `(N, ...)` table that this rank owns, in increasing order of their ids.
+
+    With one rank nothing is sent: every function takes the same path with itself as the only peer.
+
+    Args:
+        num_rows: N, of the whole table.
+        group: a process group, a one-dimensional device mesh, or None for a single rank.
+        owner: `(N,)` rank that owns each row (every rank at least one); default: N / R consecutive rows each, which
+            needs no table. A table takes one to four bytes per row on every rank.
+        exchange: "global" brings together the batches of one division of all rows, as on a single rank; "local" divides
+            the rows of each rank by themselves and sends nothing: rows of two ranks never share a batch.
+    """
+
+    def __init__(
+        self, num_rows: int, group: Any = None, *, owner: Tensor | None = None, exchange: str = "global"
+    ) -> None:
+        if exchange not in EXCHANGES:
+            raise ValueError(f"`exchange` must be 'global' or 'local', got {exchange!r}")
+        if hasattr(group, "get_group"):
+            group = group.get_group()
+        self.num_rows, self.group, self.exchange = num_rows, group, exchange
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        if self.size > num_rows:
+            raise ValueError(f"{self.size} ranks for {num_rows} rows: every rank needs one, start fewer ranks")
+        self.bounds = even_bounds(num_rows, self.size)
+        self.owner = owner if owner is None or self.size == 1 else self._checked(owner)
+        self.attention, self.halo = Traffic(), Traffic()
+
+    def _checked(self, owner: Tensor) -> Tensor:
+        if owner.shape != (self.num_rows,) or owner.is_floating_point() or owner.dtype == torch.bool:
+            raise ValueError(f"`owner` must be {self.num_rows} ranks, got {owner.dtype} of shape {tuple(owner.shape)}")
+        counts = torch.bincount(owner.long(), minlength=self.size) if int(owner.min()) >= 0 else owner.new_zeros(1)
+        if len(counts) != self.size or int(counts.min()) == 0:
+            raise ValueError(f"`owner` must give every one of the {self.size} ranks rows, got {counts.tolist()}")
+        return owner.to(torch.uint8 if self.size <= 256 else torch.int32)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """Ids of the own rows, increasing, int64 on the CPU."""
+        if self.owner is None:
+            return torch.arange(self.bounds[self.rank], self.bounds[self.rank + 1])
+        return (self.owner == self.rank).nonzero().squeeze(1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def owner_of(self, ids: Tensor) -> Tensor:
+        """The rank that owns each row."""
+        if self.owner is None:
+            inner = torch.tensor(self.bounds[1:-1], device=ids.device)
+            return torch.searchsorted(inner, ids, right=True)
+        return self.owner.to(ids.device)[ids].long()
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Where own rows stand among the own rows."""
+        if self.owner is None:
+            return ids - self.bounds[self.rank]
+        return torch.searchsorted(self.rows.to(ids.device), ids)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """A small tensor of equal shape from every rank, stacked `(R, ...)`."""
+        if self.size == 1:
+            return values[None]
+        out = values.new_empty(self.size, *values.shape)
+        dist.all_gather(list(out.unbind(0)), values.contiguous(), group=self.group)
+        return out
+
+
+class Flight:
+    """An all-to-all of rows under way; `land` waits for it.
+
+    Args:
+        shard: who takes part.
+        rows: rows to send, grouped by destination.
+        send, receive: how many go to and come from each rank.
+        traffic: where bytes and seconds are counted.
+    """
+
+    def __init__(self, shard: Shard, rows: Tensor, send: list[int], receive: list[int], traffic: Traffic) -> None:
+        self._work: Any = None
+        self._sent, self._traffic = rows, traffic
+        if shard.size == 1:
+            self._rows = rows
+            return
+        rows = self._sent = rows.contiguous()
+        self._rows = rows.new_empty(sum(receive), *rows.shape[1:])
+        width = rows[0].numel() * rows.element_size() if len(rows) else 0
+        traffic.bytes_sent += width * (len(rows) - send[shard.rank])
+        traffic.messages += 1
+        self._began = time.perf_counter()
+        self._work = dist.all_to_all_single(self._rows, rows, receive, send, group=shard.group, async_op=True)
+
+    def land(self) -> Tensor:
+        """The received rows, grouped by the rank they come from."""
+        if self._work is not None:
+            start = time.perf_counter()
+            self._work.wait()
+            now = time.perf_counter()
+            self._traffic.seconds_waiting += now - start
+            self._traffic.seconds_under_way += now - self._began
+            self._work = None
+        del self._sent
+        return self._rows
+
+
+def even_bounds(n: int, parts: int) -> list[int]:
+    """Boundaries of `parts` runs of n things, sizes differing by at most one, larger ones first."""
+    base, larger = divmod(n, parts)
+    return [r * base + min(r, larger) for r in range(parts + 1)]

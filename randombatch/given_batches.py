@@ -1,0 +1,41 @@
+"""Batches that are given instead of drawn: what a rank computes of a division, its rows having come from elsewhere."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class GivenBatches:
+    """Rows in batch order and where each batch begins; stands in for a `Division` of a table's rows.
+
+    Args:
+        order: `(n,)` rows, batch after batch.
+        starts: `(batches + 1,)` where each batch begins in `order`, int64 on the CPU, from 0 to n.
+        batch_size: p, the largest size.
+        seed: of the division that they are part of; dropout depends on it.
+        ids: `(rows of the table,)` the item that each row holds, which dropout is keyed by (default: the rows).
+        first: number of the first batch in that division.
+    """
+
+    def __init__(
+        self, order: Tensor, starts: Tensor, batch_size: int, seed: int, ids: Tensor | None = None, first: int = 0
+    ) -> None:
+        self.order, self.starts, self.batch_size, self.seed, self.ids = order, starts, batch_size, seed, ids
+        self.num_items, self.first = len(order), first
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.starts.diff().tolist())
+
+    def blocks(self, max_items: int, device: torch.device | None = None) -> Iterator[Tensor]:
+        """All batches, those of equal size stacked, as `Division.blocks` gives them."""
+        sizes, order = self.starts.diff(), self.order.to(device)
+        for size in sizes.unique().flip(0).tolist():
+            begin = self.starts[:-1][sizes == size].to(order.device)
+            for some in begin.split(max(1, max_items // size)):
+                yield order[some[:, None] + torch.arange(size, device=order.device)]
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """The items that these rows hold."""
+        return rows if self.ids is None else self.ids[rows]
