@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -40,6 +42,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 console = Console()
+SECONDS_OF_SILENCE = 1.0
 # What typer raises for an option that it does not know; it exports only this subclass.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
@@ -69,10 +72,33 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
+def say(message: str) -> None:
+    """One line on standard error, with the rank where there are several."""
+    rank = f" (rank {os.environ['RANK']})" if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ else ""
+    print(f"randombatch{rank}: {message}", file=sys.stderr, flush=True)
+
+
 def refuse(message: str) -> None:
     """Bad input: one line on standard error, exit code 2."""
-    print(f"randombatch: {message}", file=sys.stderr)
+    say(message)
     raise typer.Exit(2)
+
+
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    """A rank that fails ends with its own error; the others, whose connections then break, say so a little later."""
+    try:
+        yield
+    except Exception as error:
+        from randombatch.train.team import lost_peer
+
+        if not lost_peer(error):
+            raise
+        time.sleep(SECONDS_OF_SILENCE)
+        say(f"lost another rank, which ended or did not answer in time ({str(error).splitlines()[0][:120]})")
+        # Threads that still wait for the lost rank would keep the interpreter from ending.
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def bars() -> Progress:
@@ -146,14 +172,15 @@ def _clear_errors() -> Iterator[None]:
     from randombatch.train.job import Interrupted, TrainingError
 
     try:
-        yield
+        with _peers():
+            yield
     except Interrupted as stop:
-        print(f"randombatch: {stop}", file=sys.stderr)
+        say(str(stop))
         raise typer.Exit(130) from None
     except ChildFailed as error:
         raise typer.Exit(error.code if error.code > 0 else 1) from None
     except (TrainingError, CheckpointError) as error:
-        print(f"randombatch: {error}", file=sys.stderr)
+        say(str(error))
         raise typer.Exit(1) from None
     except ValueError as error:
         refuse(" ".join(str(error).split()))
@@ -204,10 +231,12 @@ def train(
         randombatch train pokec --out runs/pokec --resume
         randombatch train --dataset graph.npz --model pyg-gps --lr 0.001
         randombatch train cora --set model.gnn_num_layers=3 --set train.patience=50
+        torchrun --nproc-per-node 2 -m randombatch train --dataset graph.npz --set train.partition=metis
     """
     from randombatch.machine import keep_memory
     from randombatch.train import job
     from randombatch.train.progress import Display
+    from randombatch.train.team import join, restarted
 
     flags = {
         "data.dataset": dataset, "data.edges": edges, "model.name": model, "model.attention": attention,
@@ -219,8 +248,12 @@ def train(
         config = _config(recipe, flags, settings)
         folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
         keep_memory()
-        result = job.train(config, folder, resume=resume, display=Display(quiet, title=config.model.attention))
-    if summary:
+        team = join(config.train.device, config.train.timeout)
+        display = Display(quiet or not team.leader, title=config.model.attention)
+        again = restarted() and (folder / "config.toml").exists()
+        result = job.train(config, folder, resume=resume or again, display=display, team=team)
+        team.leave()
+    if summary and team.leader:
         print_training(console, result)
         console.print(f"written to {folder}", highlight=False)
 

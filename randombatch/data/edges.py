@@ -30,7 +30,7 @@ def prepare_edges(edge_index: Tensor, num_nodes: int, edges: str = "symmetric") 
     if num_nodes >= 1 << 31:
         raise DataError(f"a graph in memory has fewer than 2^31 nodes, got {num_nodes}")
     bits = max(num_nodes - 1, 1).bit_length()
-    keys = _sorted_unique(_keys(edge_index.numpy(), bits, both=edges == "symmetric"))
+    keys = sorted_unique(_keys(edge_index.numpy(), bits, both=edges == "symmetric"))
     arcs = np.empty((2, keys.size), dtype=np.int64)
     np.right_shift(keys, bits, out=arcs[0])
     np.bitwise_and(keys, (1 << bits) - 1, out=arcs[1])
@@ -56,7 +56,8 @@ def _keys(edge_index: np.ndarray, bits: int, both: bool) -> np.ndarray:
     return keys[:end]
 
 
-def _sorted_unique(keys: np.ndarray) -> np.ndarray:
+def sorted_unique(keys: np.ndarray) -> np.ndarray:
+    """Each key once, in order; sorts in place."""
     keys.sort()
     if keys.size < 2:
         return keys

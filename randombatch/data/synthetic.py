@@ -7,8 +7,9 @@ normal z_i: between two classes, about sqrt(2) apart, the noise has standard dev
 random node and ends, with probability `homophily`, at another node of the same class, else at one of another class.
 """
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ class Synthetic:
         cuts = torch.tensor([self.num_nodes * 6 // 10, self.num_nodes * 8 // 10])
         return torch.searchsorted(cuts, position, right=True)
 
+    def hashes(self, feature_norm: str) -> tuple[str, str]:
+        """Names of the graph with symmetric edges and of its own split that do not need the graph."""
+        text = f"{asdict(self)} {feature_norm}"
+        return _name(f"synthetic graph {text}"), _name(f"synthetic split {text}")
+
     def _seed(self, stream: int) -> int:
         return fold_in(self.seed, stream)
 
@@ -101,6 +107,10 @@ class Synthetic:
 
     def _centres(self) -> Tensor:
         return torch.nn.functional.normalize(normal(0, self.classes, self.num_features, self._seed(_CENTRES)))
+
+
+def _name(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def chunks(recipe: Synthetic, size: int = CHUNK) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -1,24 +1,31 @@
 """Gradients summed over ranks, many parameters in one message."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from randombatch.distributed.shard import Shard
-
 BUCKET_BYTES = 1 << 23
 
 
-def all_reduce_gradients(parameters: Iterable[nn.Parameter], shard: Shard) -> None:
+class Ranks(Protocol):
+    """A `Shard`, or whatever knows how many ranks there are and sums over them in place."""
+
+    size: int
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """Replace every gradient by its sum over the ranks; a rank without one adds zero, and None on all stays None."""
-    if shard.size == 1:
+    if ranks.size == 1:
         return
     trained = [p for p in parameters if p.requires_grad]
-    there = shard.sum(torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=_device(trained)))
+    there = ranks.sum(torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=_device(trained)))
     for bucket in _buckets([p for p, count in zip(trained, there.tolist(), strict=True) if count]):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
-        shard.sum(flat)
+        ranks.sum(flat)
         for p, gradient in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             p.grad = gradient.view_as(p)
 

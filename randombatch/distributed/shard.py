@@ -99,6 +99,21 @@ class Shard:
         dist.all_gather(list(out.unbind(0)), values.contiguous(), group=self.group)
         return out
 
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """The rows of all ranks, `(N, ...)`, in order, on every rank: for what is small."""
+        if self.size == 1:
+            return values
+        ids = self.rows.to(values.device)
+        counts = [int(count) for count in self.gather(torch.tensor(len(self)))]
+        out = values.new_empty(self.num_rows, *values.shape[1:])
+        for rank, count in enumerate(counts):
+            theirs = values.contiguous() if rank == self.rank else values.new_empty(count, *values.shape[1:])
+            rows = ids if rank == self.rank else ids.new_empty(count)
+            for tensor in (theirs, rows):
+                dist.broadcast(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+            out[rows] = theirs
+        return out
+
 
 class Flight:
     """An all-to-all of rows under way; `land` waits for it.

@@ -19,7 +19,8 @@ class SparseFeatures:
     with the weights is some 20 times faster.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, starts: Tensor | None = None) -> None:
+        """`starts` numbers the first entry of each row among those of a larger matrix that these rows are part of."""
         rows, columns = x.nonzero(as_tuple=True)
         self.shape, self.device, self.dtype = x.shape, x.device, x.dtype
         by_column = torch.argsort(columns, stable=True)
@@ -27,6 +28,10 @@ class SparseFeatures:
         self._columns = _pointers(columns, x.shape[1]), rows[by_column].to(torch.int32)
         self._by_column = by_column
         self.values = x[rows, columns]
+        self._entries: Tensor | None = None
+        if starts is not None:
+            own = torch.arange(len(rows), device=x.device) - self._rows[0].long()[rows]
+            self._entries = starts.to(x.device)[rows] + own
 
     @staticmethod
     def pays(x: Tensor) -> bool:
@@ -53,7 +58,11 @@ class SparseFeatures:
         lanes, scale = lanes_and_scale(probability)
         n = len(self.values)
         scratch = Scratch(self.device, self.dtype)
-        bits = dropout_bits(scratch, 0, -(-n // 4), 4, seed).flatten()[:n]
+        if self._entries is None:
+            bits = dropout_bits(scratch, 0, -(-n // 4), 4, seed).flatten()[:n]
+        else:
+            four = dropout_bits(scratch, 0, n, 4, seed, self._entries >> 2)
+            bits = four.gather(1, (self._entries & 3)[:, None]).squeeze(1)
         kept.values = self.values * (bits >= least_kept(lanes)) * scale
         return kept
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from randombatch.distributed.partition import PARTITIONS
+from randombatch.distributed.shard import EXCHANGES
 from randombatch.models.sgformer import ATTENTIONS
 
 _BESIDE = Path(__file__).resolve().parents[2] / "recipes"
@@ -75,6 +77,8 @@ class TrainConfig:
     about `seeds` in every epoch, each with the edges inside it (SGFormer's large graphs); "all-edges" divides them
     alike, but the graph branch keeps all edges. `patience` is in epochs, 0 never stops early. `runs` = 0 is one run for
     each stored split, or five where there is one split. Run r has seed `seed + r` and split r (modulo their number).
+    On several ranks: `partition` "contiguous" or "metis" says who owns which nodes, `exchange` "global" or "local"
+    whether batches reach over ranks, and `timeout` how many seconds a rank waits for another one.
     """
 
     epochs: int = 200
@@ -91,10 +95,15 @@ class TrainConfig:
     checkpoint_every: int = 50
     device: str = "cpu"
     threads: int = 0  # 0: torch's choice
+    partition: str = "contiguous"
+    exchange: str = "global"
+    timeout: float = 300.0
 
     def __post_init__(self) -> None:
         _choice("train.optimizer", self.optimizer, OPTIMIZERS)
         _choice("train.minibatch", self.minibatch, MINIBATCHES)
+        _choice("train.partition", self.partition, PARTITIONS)
+        _choice("train.exchange", self.exchange, EXCHANGES)
         for name, least in {"epochs": 1, "eval_every": 1, "seeds": 2, "checkpoint_every": 1}.items():
             _at_least(f"train.{name}", getattr(self, name), least)
         for name in ("patience", "runs", "threads", "seed", "trans_weight_decay", "gnn_weight_decay"):
@@ -102,6 +111,8 @@ class TrainConfig:
         for name in ("lr", "trans_weight_decay", "gnn_weight_decay"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"train.{name} must be finite, got {getattr(self, name)}")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"train.timeout must be a positive number of seconds, got {self.timeout}")
         if not self.lr > 0:
             raise ConfigError(f"train.lr must be positive, got {self.lr}")
         if self.seed >= 1 << 62:

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch import data
 from randombatch.data.graph import Graph
+from randombatch.data.part import Part
 from randombatch.machine import Peak, machine
 from randombatch.models.sgformer import check_full
 from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_atomically, write_json
@@ -34,6 +34,9 @@ from randombatch.train.config import Config, ConfigError, from_tables
 from randombatch.train.loop import Problem, Run, TrainingError, run_to_end
 from randombatch.train.metrics import mean_and_deviation
 from randombatch.train.progress import Display
+from randombatch.train.sources import load_graph, load_part
+from randombatch.train.team import Team
+from randombatch.version import __version__
 
 CHECKPOINT_SECONDS = 30.0
 LOCK_SECONDS = 5.0
@@ -43,53 +46,61 @@ class Interrupted(Exception):
     """A signal came; the checkpoint is written."""
 
 
-def load_graph(config: Config) -> Graph:
-    """The graph of a configuration."""
-    source = config.data
-    return data.load(
-        source.dataset,
-        root=source.root or None,
-        edges=source.edges,
-        split=source.split,
-        split_seed=source.split_seed,
-        num_splits=source.num_splits or None,
-        metric=source.metric or None,
-        feature_norm=source.feature_norm,
-        **source.options,
-    )
+def load_rows(config: Config, team: Team) -> Graph | Part:
+    """The graph, or this rank's part of it where every step takes the whole graph."""
+    if team.size == 1 or config.train.minibatch != "full":
+        return load_graph(config)
+    return load_part(config, team)
 
 
-def train(config: Config, folder: Path, *, resume: bool = False, display: Display | None = None) -> dict[str, Any]:
+def train(
+    config: Config, folder: Path, *, resume: bool = False, display: Display | None = None, team: Team | None = None
+) -> dict[str, Any]:
     """Run a job, or continue it; what `result.json` holds.
 
     Args:
         config: the configuration.
-        folder: where everything goes.
+        folder: where everything goes; only the first rank writes.
         resume: continue what is there (a finished job returns its result at once).
         display: shows progress (default: silent).
+        team: the ranks that train together (default: this process alone).
     """
-    display = display or Display(quiet=True)
+    display, team = display or Display(quiet=True), team or Team()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     check_device(config.train.device)
-    graph = load_graph(config)
-    if resume and (folder / "result.json").exists():
-        _check_same(config, folder)
-        return _finished(folder, graph)
+    _check_ranks(config, team)
+    team.agree(version=__version__, settings=config.to_toml())
+    graph = load_rows(config, team)
+    team.agree(data=f"{graph.content_hash()} {graph.split_hash()}")
+    if resume and team.any(team.leader and (folder / "result.json").exists()):
+        if team.leader:
+            _check_same(config, folder)
+        return _finished(folder, graph) if team.leader else {}
     if graph.ptr is not None and config.train.minibatch != "full":
         raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
     if config.model.name != "sgformer" and config.train.minibatch == "all-edges":
         raise ConfigError(f"{config.model.name} cannot attend to a part of the nodes: set train.minibatch to 'induced'")
-    problem = Problem(graph, config)
+    problem = Problem(graph, config, team)
     _check_model(problem)
-    _prepare(config, folder, resume)
-    with _alone(folder):
+    with contextlib.ExitStack() as stack:
+        if team.leader:
+            _prepare(config, folder, resume)
+            stack.enter_context(_alone(folder))
         for warning in graph.warnings:
             display.line(f"warning: {warning}")
         return Job(problem, folder, display).run()
 
 
-def _finished(folder: Path, graph: Graph) -> dict[str, Any]:
+def _check_ranks(config: Config, team: Team) -> None:
+    if team.size > 1 and config.train.minibatch == "full" and config.model.name != "sgformer":
+        raise ConfigError(
+            f"{config.model.name} cannot be spread over ranks: use the model sgformer, or mini-batches of the nodes "
+            "(train.minibatch 'induced'), of which every rank takes its own"
+        )
+
+
+def _finished(folder: Path, graph: Graph | Part) -> dict[str, Any]:
     path = folder / "result.json"
     try:
         result = json.loads(path.read_text())
@@ -107,7 +118,7 @@ class Job:
     def __init__(self, problem: Problem, folder: Path, display: Display) -> None:
         self.problem, self.folder, self.display = problem, folder, display
         graph = self.graph = problem.graph
-        self.config = problem.config
+        self.config, self.team = problem.config, problem.team
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.metrics = folder / "metrics.jsonl"
         self.finished: list[dict[str, Any]] = []
@@ -136,43 +147,50 @@ class Job:
         return self._write_result()
 
     def _restore(self) -> Run | None:
+        found = self.team.share(self._find() if self.team.leader else None)
+        if found is None:
+            return None
+        tensors, state = found
+        self.finished, self.written = state["finished"], state["written"]
+        self.earlier_peak, self.num_parameters = state["peak_bytes"], state["num_parameters"]
+        if state["current"] is None:
+            return None
+        run = Run(self.problem, state["current"]["number"])
+        run.restore(tensors, state["current"])
+        self.display.line(f"continuing run {run.number + 1} after epoch {run.epoch}")
+        self.saved_epoch = run.epoch
+        return run
+
+    def _find(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest checkpoint that can be used; what killed processes left behind is cleared away."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         self.checkpoints.tidy()
         found = self.checkpoints.latest(lambda message: self.display.line(f"warning: {message}"), self._use)
         # Lines behind the checkpoint would come twice.
-        run, state = found or (None, {"written": 0})
-        self._truncate(state["written"])
-        if found is None:
-            return None
-        self.finished, self.written = state["finished"], state["written"]
-        self.earlier_peak, self.num_parameters = state["peak_bytes"], state["num_parameters"]
-        if run is not None:
-            self.display.line(f"continuing run {run.number + 1} after epoch {run.epoch}")
-            self.saved_epoch = run.epoch
-        return run
+        self._truncate(0 if found is None else found[1]["written"])
+        return found
 
-    def _use(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> tuple[Run | None, dict[str, Any]]:
-        """The run that a checkpoint continues (None: between two), if the checkpoint is this job's."""
+    def _use(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A checkpoint as it is, if it is this job's and fits."""
         if state.get("job") != self.identity:
             raise CheckpointError("it is of another job (other settings or data)")
         if not self.metrics.exists() or self.metrics.stat().st_size < state["written"]:
             raise CheckpointError(f"{self.metrics} has lost lines that it counts")
-        if state["current"] is None:
-            return None, state
-        run = Run(self.problem, state["current"]["number"])
-        try:
-            run.restore(tensors, state["current"])
-        except (RuntimeError, KeyError, ValueError) as error:
-            raise CheckpointError(f"it does not fit this model: {str(error).splitlines()[-1].strip()}") from None
-        return run, state
+        if state["current"] is not None:
+            try:
+                # Alone: the other ranks do not take part in a trial.
+                Run(self.problem, state["current"]["number"], trial=True).restore(tensors, state["current"])
+            except (RuntimeError, KeyError, ValueError) as error:
+                raise CheckpointError(f"it does not fit this model: {str(error).splitlines()[-1].strip()}") from None
+        return tensors, state
 
     def _truncate(self, size: int) -> None:
         with self.metrics.open("ab") as file:
             file.truncate(size)
 
     def _after_step(self, run: Run, signals: "_Signals") -> None:
-        if signals.received:
+        if self.team.any(signals.received):
             if run.step == run.steps_per_epoch:
                 self._after_epoch(run, run.finish_epoch(), checkpoint=False)
             self.save(run)
@@ -182,17 +200,20 @@ class Job:
             )
 
     def _after_epoch(self, run: Run, line: dict[str, Any] | None, checkpoint: bool = True) -> None:
-        if line is not None:
+        if line is not None and self.team.leader:
             with self.metrics.open("ab") as file:
                 self.written += file.write((json.dumps(line) + "\n").encode())
         self.display.epoch(run, self.peak_bytes())
         due = run.epoch - self.saved_epoch >= self.config.train.checkpoint_every
-        if checkpoint and not run.done and (due or time.monotonic() - self.saved_at > CHECKPOINT_SECONDS):
+        if checkpoint and not run.done and self.team.any(due or time.monotonic() - self.saved_at > CHECKPOINT_SECONDS):
             self.save(run)
 
     def save(self, run: Run | None) -> None:
         if run is not None:
             run.check_finite(run.model.state_dict().values(), "weights")
+        self.saved_at, self.saved_epoch = time.monotonic(), run.epoch if run is not None else 0
+        if not self.team.leader:
+            return
         tensors, current = run.state() if run is not None else ({"empty": torch.zeros(1)}, None)
         state = {
             "job": self.identity, "finished": self.finished, "written": self.written, "peak_bytes": self.peak_bytes(),
@@ -201,10 +222,10 @@ class Job:
         with self.metrics.open("ab") as file:
             os.fsync(file.fileno())
         self.checkpoints.save(tensors, state)
-        self.saved_at, self.saved_epoch = time.monotonic(), run.epoch if run is not None else 0
 
     def _finish(self, run: Run) -> None:
-        save_tensors(self.folder / f"best-{run.number}.safetensors", run.best_weights)
+        if self.team.leader:
+            save_tensors(self.folder / f"best-{run.number}.safetensors", run.best_weights)
         self.finished.append(run.result())
         self.save(None)
         self.display.finished(run)
@@ -215,6 +236,9 @@ class Job:
         return max(self.earlier_peak, self.peak.total())
 
     def _write_result(self) -> dict[str, Any]:
+        peaks = self.team.gather(self.peak_bytes())
+        if not self.team.leader:
+            return {}
         mean, deviation = mean_and_deviation([r["test"] for r in self.finished])
         graph = self.graph
         result = {
@@ -234,7 +258,9 @@ class Job:
             "score_std": deviation,
             "val_mean": mean_and_deviation([r["val"] for r in self.finished])[0],
             "seconds_per_epoch": statistics.median(r["seconds_per_epoch"] for r in self.finished),
-            "peak_bytes": self.peak_bytes(),
+            "peak_bytes": max(peaks),
+            "ranks": self.team.size,
+            "peak_bytes_of_ranks": peaks,
             "rows": self.finished,
             "ratios": {},
         }  # fmt: skip

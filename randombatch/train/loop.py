@@ -1,5 +1,6 @@
 """One training run: model, optimiser, best weights, and the state that a checkpoint needs to continue it bit by bit."""
 
+import itertools
 import math
 import statistics
 import time
@@ -11,12 +12,15 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from randombatch.data.graph import Graph
-from randombatch.models.features import SparseFeatures
+from randombatch.data.part import Part
+from randombatch.distributed import ShardedAdjacency, all_reduce_gradients
+from randombatch.models.features import SPARSE_BELOW, SparseFeatures
 from randombatch.models.peers import build_model
 from randombatch.models.propagation import Adjacency
 from randombatch.train import metrics
 from randombatch.train.config import Config
 from randombatch.train.minibatch import Step, adjacency_of, num_steps, steps
+from randombatch.train.team import Team, device_of
 
 
 class TrainingError(RuntimeError):
@@ -24,23 +28,45 @@ class TrainingError(RuntimeError):
 
 
 class Problem:
-    """A graph on its device, with what all runs share: the normalised adjacency matrix is built once."""
+    """A graph on its device, with what all runs share: the normalised adjacency matrix is built once.
 
-    def __init__(self, graph: Graph, config: Config) -> None:
-        device = torch.device(config.train.device)
-        self.graph, self.config, self.device = graph, config, device
+    On several ranks either `graph` is a `Part` and every step takes all of it (`shard` says whose rows), or each rank
+    has the whole graph and mini-batches of its own.
+    """
+
+    def __init__(self, graph: Graph | Part, config: Config, team: Team | None = None) -> None:
+        device = torch.device(device_of(config.train.device))
+        self.graph, self.config, self.device, self.team = graph, config, device, team or Team()
+        self.shard = graph.shard if isinstance(graph, Part) else None
         self.y = graph.y.to(device)
         self.x: Tensor | SparseFeatures = graph.x.to(device)
         whole = config.model.name == "sgformer" and config.train.minibatch == "full"
-        if whole and SparseFeatures.pays(self.x):
-            self.x = SparseFeatures(self.x)
+        if whole and self._few_entries(graph.x):
+            self.x = SparseFeatures(self.x, self._entry_numbers(graph.x))
         self.ptr = graph.ptr
+        self.edges: Tensor | Adjacency | ShardedAdjacency
+        if isinstance(graph, Part):
+            self.edge_index = graph.incoming
+            self.edges = ShardedAdjacency(graph.incoming, graph.shard, graph.outgoing).to(device)
+            return
         self.edge_index = graph.edge_index
-        self.edges: Tensor | Adjacency
         if config.model.name == "sgformer":
             self.edges = Adjacency(graph.edge_index, graph.num_nodes).to(device)
         else:
             self.edges = graph.edge_index.to(device)
+
+    def _few_entries(self, x: Tensor) -> bool:
+        if self.shard is None:
+            return SparseFeatures.pays(x)
+        count, numbers = self.shard.sum(torch.tensor([int(torch.count_nonzero(x)), x.numel()])).tolist()
+        return count < SPARSE_BELOW * numbers
+
+    def _entry_numbers(self, x: Tensor) -> Tensor | None:
+        """Where each own row's entries begin among those of all ranks."""
+        if self.shard is None:
+            return None
+        counts = self.shard.gather_rows(torch.count_nonzero(x, 1))
+        return (counts.cumsum(0) - counts)[self.shard.rows]
 
     def masks(self, split: int) -> dict[str, Tensor]:
         masks = {"train": self.graph.train_mask, "val": self.graph.val_mask, "test": self.graph.test_mask}
@@ -54,7 +80,8 @@ class Run:
     default generator, seeded here, and from hashes of (seed, epoch).
     """
 
-    def __init__(self, problem: Problem, number: int) -> None:
+    def __init__(self, problem: Problem, number: int, trial: bool = False) -> None:
+        """`trial`: nothing is asked of other ranks, and no step is taken."""
         self.problem, self.number = problem, number
         config, graph = problem.config, problem.graph
         self.seed, self.split = config.train.seed + number, number % graph.num_splits
@@ -66,6 +93,9 @@ class Run:
         ).to(problem.device)  # fmt: skip
         self.optimizer = self._optimizer()
         self.masks = problem.masks(self.split)
+        self.num_train = 0
+        if problem.shard is not None and not trial:
+            self.num_train = int(problem.team.sum(torch.tensor([len(self.masks["train"])])))
         self.is_train = graph.train_mask[:, self.split]
         self.epoch, self.step = 0, 0
         self.loss_sum, self.loss_count = 0.0, 0
@@ -94,19 +124,54 @@ class Run:
 
     def steps_of_epoch(self) -> Iterator[None]:
         """Train through the rest of the current epoch, yielding after every step."""
-        train, graph = self.problem.config.train, self.problem.graph
-        first = self.step
         start = time.perf_counter()
-        for step in steps(
-            train.minibatch, self.problem.edge_index, graph.num_nodes, train.seeds, self.seed, self.epoch, first
-        ):
+        for step in self._own_steps():
             self._train(step)
             self.seconds[-1] += time.perf_counter() - start
             self.step += 1
             yield
             start = time.perf_counter()
 
-    def _train(self, step: Step) -> None:
+    def _own_steps(self) -> Iterator[Step | None]:
+        """The whole graph, or of every `team.size` mini-batches the one of this rank (None if there are too few)."""
+        train, graph, team = self.problem.config.train, self.problem.graph, self.problem.team
+        sharing = 1 if self.problem.shard is not None else team.size
+        every = steps(
+            train.minibatch, self.problem.edge_index, graph.num_nodes, train.seeds, self.seed, self.epoch,
+            self.step * sharing,
+        )  # fmt: skip
+        while round_ := list(itertools.islice(every, sharing)):
+            own = team.rank % sharing
+            yield round_[own] if own < len(round_) else None
+
+    def _train(self, step: Step | None) -> None:
+        """One step of the optimiser. The loss is the mean over the training nodes of all ranks."""
+        problem, team = self.problem, self.problem.team
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, count = (None, 0) if step is None else self._loss(step)
+        # Sum and number; with one rank or rows in shards the number is known, else it is what all have.
+        sums = torch.tensor([0.0 if loss is None else loss.item(), count], dtype=torch.float64)
+        if team.size > 1:
+            team.sum(sums)
+        total = self.num_train or int(sums[1])
+        if not total:
+            return
+        value = float(sums[0]) / total
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss became {value} in epoch {self.epoch + 1} of run {self.number + 1}: the last good checkpoint "
+                f"is kept; try a smaller train.lr (now {problem.config.train.lr})"
+            )
+        if loss is not None:
+            (loss / total).backward()
+        if team.size > 1:
+            all_reduce_gradients(self.model.parameters(), team)
+        self.optimizer.step()
+        self.loss_sum += value
+        self.loss_count += 1
+
+    def _loss(self, step: Step) -> tuple[Tensor, int]:
+        """Sum of the cross-entropy over this rank's training nodes, and their number."""
         problem = self.problem
         self.model.train()
         x, y, rows, edges, nodes = problem.x, problem.y, self.masks["train"], problem.edges, None
@@ -121,25 +186,16 @@ class Run:
                 own = adjacency_of(step) if problem.config.model.name == "sgformer" else step.edge_index
                 assert own is not None
                 edges = own.to(problem.device)
-        if not len(rows):
-            return
-        self.optimizer.zero_grad(set_to_none=True)
-        logits = self.model(x, edges, problem.ptr, nodes)
-        loss = nnf.cross_entropy(logits[rows], y[rows])
-        value = loss.item()
-        if not math.isfinite(value):
-            raise TrainingError(
-                f"the loss became {value} in epoch {self.epoch + 1} of run {self.number + 1}: the last good checkpoint "
-                f"is kept; try a smaller train.lr (now {problem.config.train.lr})"
-            )
-        loss.backward()
-        self.optimizer.step()
-        self.loss_sum += value
-        self.loss_count += 1
+        if not len(rows) and problem.shard is None:
+            return torch.zeros(()), 0
+        # Only sharded models know `shard`.
+        arguments = {} if problem.shard is None else {"shard": problem.shard}
+        logits = self.model(x, edges, problem.ptr, nodes, **arguments)
+        return nnf.cross_entropy(logits[rows], y[rows], reduction="sum"), len(rows)
 
     def check_finite(self, values: Iterable[Tensor], what: str) -> None:
         """A loss is finite one step longer than the weights and logits behind it."""
-        if not all(bool(t.isfinite().all()) for t in values):
+        if self.problem.team.any(not all(bool(t.isfinite().all()) for t in values)):
             raise TrainingError(
                 f"{what} became infinite or NaN in epoch {self.epoch + bool(self.step)} of run {self.number + 1}: "
                 f"the last good checkpoint is kept; try a smaller train.lr (now {self.problem.config.train.lr})"
@@ -154,9 +210,12 @@ class Run:
         self.seconds.append(0.0)
         if self.epoch % train.eval_every and self.epoch < train.epochs:
             return None
+        problem = self.problem
+        if problem.shard is None:
+            problem.team.average_buffers(self.model)
         logits = self.logits()
         self.check_finite([logits], "logits")
-        self.scores = metrics.scores(self.problem.graph.metric, logits, self.problem.y, self.masks)
+        self.scores = metrics.scores(problem.graph.metric, logits, problem.y, self.masks, problem.shard)
         if self.scores["val"] > self.best["val"]:
             self.best = {"epoch": self.epoch - 1, **self.scores}
             self.best_weights = {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
@@ -166,12 +225,14 @@ class Run:
     def logits(self) -> Tensor:
         """Of all nodes, with the fixed division of evaluation."""
         self.model.eval()
-        return self.model(self.problem.x, self.problem.edges, self.problem.ptr)
+        arguments = {} if self.problem.shard is None else {"shard": self.problem.shard}
+        return self.model(self.problem.x, self.problem.edges, self.problem.ptr, **arguments)
 
     @property
     def steps_per_epoch(self) -> int:
         train = self.problem.config.train
-        return num_steps(train.minibatch, self.problem.graph.num_nodes, train.seeds)
+        sharing = 1 if self.problem.shard is not None else self.problem.team.size
+        return -(-num_steps(train.minibatch, self.problem.graph.num_nodes, train.seeds) // sharing)
 
     def result(self) -> dict[str, Any]:
         """One row of `result.json`."""

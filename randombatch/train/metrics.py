@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from randombatch.distributed.shard import Shard
+
 
 def score(metric: str, logits: Tensor, y: Tensor) -> float:
     """A score in [0, 1], larger is better.
@@ -40,9 +42,27 @@ def _area(function, truth, probabilities) -> float:
     return float(function(truth, probabilities))
 
 
-def scores(metric: str, logits: Tensor, y: Tensor, masks: dict[str, Tensor]) -> dict[str, float]:
-    """The score on each named set of nodes."""
-    return {name: score(metric, logits[mask], y[mask]) for name, mask in masks.items()}
+def scores(
+    metric: str, logits: Tensor, y: Tensor, masks: dict[str, Tensor], shard: Shard | None = None
+) -> dict[str, float]:
+    """The score on each named set of nodes; with `shard`, on the nodes of all ranks."""
+    if shard is None or shard.size == 1:
+        return {name: score(metric, logits[mask], y[mask]) for name, mask in masks.items()}
+    if metric == "accuracy":
+        counts = [[(logits[mask].argmax(1) == y[mask]).sum(), mask.new_tensor(len(mask))] for mask in masks.values()]
+        totals = shard.sum(torch.tensor(counts, dtype=torch.float64))
+        return {name: (right / count).item() for name, (right, count) in zip(masks, totals, strict=True)}
+    logits, y = shard.gather_rows(logits), shard.gather_rows(y)
+    return {name: score(metric, logits[rows], y[rows]) for name, rows in _all_rows(masks, shard).items()}
+
+
+def _all_rows(masks: dict[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    every = {}
+    for name, mask in masks.items():
+        chosen = torch.zeros(len(shard), dtype=torch.uint8, device=mask.device)
+        chosen[mask] = 1
+        every[name] = shard.gather_rows(chosen).nonzero().squeeze(1)
+    return every
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:

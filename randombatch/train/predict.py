@@ -13,8 +13,9 @@ from randombatch.nn.draws import Draws
 from randombatch.permutation import fold_in
 from randombatch.train.checkpoint import CheckpointError, load_tensors, write_atomically
 from randombatch.train.config import ConfigError, load_config
-from randombatch.train.job import check_device, load_graph
+from randombatch.train.job import check_device
 from randombatch.train.loop import Problem, Run
+from randombatch.train.sources import load_graph
 
 
 def predict(folder: Path, *, run: int | None = None, rounds: int = 1, dataset: str | None = None) -> dict[str, Any]:

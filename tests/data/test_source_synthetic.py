@@ -1,5 +1,7 @@
 """The synthetic generator: what it claims, and the same numbers for any chunk size."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -91,4 +93,4 @@ def test_golden_values() -> None:
         rtol=0,
     )
     assert recipe.pairs(100, 104).tolist() == [[4058, 5712, 8089, 535], [8691, 5888, 3368, 1216]]
-    assert data.load("synthetic").split_hash() == "4f040368b0348047"
+    assert dataclasses.replace(data.load("synthetic"), hashes=None).split_hash() == "4f040368b0348047"

@@ -438,10 +438,10 @@ def poisoned_loss(monkeypatch: pytest.MonkeyPatch, at: int, gradient_only: bool)
     """NaN at the `at`-th step: in the loss, or only in its gradients (so that the weights become NaN first)."""
     cross_entropy, count = nnf.cross_entropy, 0
 
-    def function(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def function(logits: torch.Tensor, y: torch.Tensor, reduction: str) -> torch.Tensor:
         nonlocal count
         count += 1
-        loss = cross_entropy(logits, y)
+        loss = cross_entropy(logits, y, reduction=reduction)
         if count != at:
             return loss
         return loss + 0 * (logits.sum() * 0).sqrt() if gradient_only else loss * torch.nan

@@ -76,15 +76,15 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_steps(
     seen: list[float] = []
     cross_entropy = nnf.cross_entropy
 
-    def watched(*arguments: Any) -> torch.Tensor:
+    def watched(*arguments: Any, reduction: str) -> torch.Tensor:
         seen.append(cross_entropy(*arguments).item())
-        return cross_entropy(*arguments)
+        return cross_entropy(*arguments, reduction=reduction)
 
     monkeypatch.setattr(loop.nnf, "cross_entropy", watched)
     run = Run(problem_of(small(train__minibatch="induced", train__epochs=1)), 0)
     (line,) = finish(run)
     assert len(seen) == run.steps_per_epoch == 4
-    assert line["loss"] == pytest.approx(sum(seen) / 4, rel=1e-12)
+    assert line["loss"] == pytest.approx(sum(seen) / 4, rel=1e-6)
 
 
 def test_a_mini_batch_without_training_nodes_is_left_out(small: Callable[..., Config]) -> None:
@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_names_its_epoch(
         list(run.steps_of_epoch())
         run.finish_epoch()
     before = weights(run)
-    monkeypatch.setattr(loop.nnf, "cross_entropy", lambda *_: torch.tensor(math.inf, requires_grad=True))
+    monkeypatch.setattr(loop.nnf, "cross_entropy", lambda *_, reduction: torch.tensor(math.inf, requires_grad=True))
     with pytest.raises(TrainingError, match=rf"inf in epoch {epoch} of run 2: .*smaller train.lr \(now 0.0625\)"):
         list(run.steps_of_epoch())
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(run).items()), "no step was taken"

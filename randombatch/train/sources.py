@@ -1,0 +1,63 @@
+"""The graph that a configuration names: whole, or one rank's part of it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from randombatch import data
+from randombatch.data.graph import Graph
+from randombatch.data.part import Part, cut, synthetic_part
+from randombatch.data.synthetic import Synthetic, edge_chunks
+from randombatch.distributed import Shard, metis
+from randombatch.train.config import Config, ConfigError
+from randombatch.train.team import Team
+
+
+def load_graph(config: Config) -> Graph:
+    """The whole graph."""
+    source = config.data
+    return data.load(
+        source.dataset,
+        root=source.root or None,
+        edges=source.edges,
+        split=source.split,
+        split_seed=source.split_seed,
+        num_splits=source.num_splits or None,
+        metric=source.metric or None,
+        feature_norm=source.feature_norm,
+        **source.options,
+    )
+
+
+def load_part(config: Config, team: Team) -> Part:
+    """This rank's part of the graph.
+
+    Synthetic graphs are made part by part. Everything else is read whole by each rank, cut, and forgotten: for a graph
+    that is large beside one rank's memory, make a store of it first.
+    """
+    source = config.data
+    own_split = source.split in ("stored", "fixed") and source.num_splits in (0, 1) and not source.metric
+    if source.dataset.lower() == "synthetic" and own_split and source.edges == "symmetric":
+        recipe = Synthetic(**source.options)
+        shard = _shard(config, team, recipe.num_nodes, lambda: _arcs(recipe))
+        return synthetic_part(recipe, shard, source.feature_norm)
+    graph = load_graph(config)
+    return cut(graph, _shard(config, team, graph.num_nodes, lambda: graph.edge_index))
+
+
+def _shard(config: Config, team: Team, num_nodes: int, arcs) -> Shard:
+    """Who owns what; METIS runs on the first rank."""
+    if team.size > num_nodes:
+        raise ConfigError(f"{team.size} ranks for {num_nodes} nodes: every rank needs one, start fewer ranks")
+    owner = None
+    if config.train.partition == "metis" and team.size > 1:
+        dtype = torch.uint8 if team.size <= 256 else torch.int32
+        owner = metis(arcs(), num_nodes, team.size) if team.leader else torch.empty(num_nodes, dtype=dtype)
+        dist.broadcast(owner, 0, group=team.group)
+    return Shard(num_nodes, team.group, owner=owner, exchange=config.train.exchange)
+
+
+def _arcs(recipe: Synthetic) -> Tensor:
+    pairs = torch.cat([pairs for _, pairs in edge_chunks(recipe, 1 << 20)], 1)
+    pairs = pairs[:, pairs[0] != pairs[1]]
+    return torch.cat([pairs, pairs.flip(0)], 1)
