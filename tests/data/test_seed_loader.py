@@ -1,5 +1,8 @@
 """Mini-batches are a function of (seed, epoch, step): whatever is prefetched, by whom, and from where on."""
 
+import ctypes
+import mmap
+import os
 import pickle
 import threading
 import time
@@ -16,10 +19,9 @@ from sampled_graphs import mixed_graph, rows_of, store_of
 
 from randombatch.data.graph import DataError
 from randombatch.data.sampling import MiniBatch, Rows, SeedLoader, naive
-from randombatch.data.sampling import mapped as mapped_file
 from randombatch.data.sampling import rows as rows_file
 from randombatch.data.sampling.background import ahead
-from randombatch.data.sampling.mapped import for_random_reads
+from randombatch.data.sampling.cold import is_cold, single_pages, will_need
 from randombatch.permutation import Permutation, fold_in
 
 
@@ -206,17 +208,56 @@ def test_rows_of_float32(tmp_path: Path) -> None:
 
 
 def test_files_larger_than_memory_are_mapped_a_second_time(store: Any) -> None:
-    again = for_random_reads(store.x, memory=100)
-    assert again is not store.x
+    """Only then, and only whole files: a slice of a map keeps the file's name and first byte."""
+    assert is_cold(store.x, store.indices, memory=store.x.nbytes)
+    assert not is_cold(store.x, store.indices, memory=store.x.nbytes + store.indices.nbytes)
+    assert not is_cold(store.x, store.indices)
+    assert not is_cold(np.zeros(1000), memory=100)
+    again = single_pages(store.x)
     assert again.base is not store.x.base
     assert np.array_equal(again, store.x)
     assert not again.flags.writeable
-    assert for_random_reads(store.x) is store.x
-    plain = np.zeros(1000)
-    assert for_random_reads(plain, memory=100) is plain
-    part = store.x[5:]
-    assert not mapped_file._has_file(part)
-    assert for_random_reads(part, memory=100) is part
+    for other in (store.x[5:], np.zeros(10)):
+        assert single_pages(other) is other
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="the system cannot be asked for pages")
+def test_asking_for_pages_ahead_changes_nothing(store: Any) -> None:
+    """The same mini-batches, every page of the rows being asked for, and no other."""
+    options: dict[str, Any] = {"seed": 3, "companions": 9, "threads": 2}
+    expected = list(SeedLoader(store, "train", 20, (5, 4), **options, cold=False).batches(1))
+    loader = SeedLoader(store, "train", 20, (5, 4), **options, cold=True)
+    assert loader.rows.cold
+    assert loader.sampler.cold
+    assert all(same(a, b) for a, b in zip(loader.batches(1), expected, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be emptied")
+def test_asking_brings_pages_into_memory(tmp_path: Path) -> None:
+    """A page dropped from the page cache is there again soon after it was asked for; its neighbours are not."""
+    size, page = 64 * mmap.PAGESIZE, mmap.PAGESIZE
+    path = tmp_path / "cold.bin"
+    path.write_bytes(bytes(size))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    array = single_pages(np.memmap(path, np.uint8, "r"))
+    if resident(array, 20) or resident(array, 40):
+        pytest.skip("this file system keeps what it was told to drop")
+    will_need(array.ctypes.data + 20 * page + 5, 10)
+    deadline = time.monotonic() + 10
+    while not resident(array, 20) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert resident(array, 20)
+    assert not resident(array, 40)
+
+
+def resident(array: np.ndarray, page: int) -> bool:
+    """Whether a page of a memory map is in memory."""
+    state = (ctypes.c_ubyte * 1)()
+    address = ctypes.c_void_p(array.ctypes.data + page * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(mmap.PAGESIZE), state) == 0
+    return bool(state[0] & 1)
 
 
 def test_bad_input(store: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from randombatch.data.graph import DataError
 from randombatch.data.options import whole
 from randombatch.data.sampling.background import ahead
-from randombatch.data.sampling.mapped import for_random_reads
+from randombatch.data.sampling.cold import is_cold
 from randombatch.data.sampling.numbering import contained
 from randombatch.data.sampling.rows import Rows
 from randombatch.data.sampling.sampler import NeighborSampler
@@ -24,10 +24,14 @@ _COMPANIONS = 1
 class GraphOnDisk(Protocol):
     """What is needed of a store: arrays in memory will do as well."""
 
-    x: Any
-    indptr: Any
-    indices: Any
-    y: Any
+    @property
+    def x(self) -> Any: ...
+    @property
+    def indptr(self) -> Any: ...
+    @property
+    def indices(self) -> Any: ...
+    @property
+    def y(self) -> Any: ...
 
     def split(self, part: str, number: int = 0) -> Any: ...
 
@@ -85,9 +89,9 @@ class SeedLoader:
         split: number of the split that `part` is of.
         shuffle: False keeps the order of the part: for evaluation.
         prefetch: mini-batches made ahead of the one in use, 0 = none. Each takes the memory of one mini-batch.
-        threads: background threads. Each makes a whole mini-batch; those beyond `prefetch` share the work of one. More
-            than cores help where features come from a disk and not from memory.
+        threads: background threads. Each makes a whole mini-batch; those beyond `prefetch` share the work of one.
         pin_memory: for copies to a GPU in the background.
+        cold: whether most of the graph will not be in memory, see `cold.py`; default: if it is larger than memory.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class SeedLoader:
         prefetch: int = 2,
         threads: int = 1,
         pin_memory: bool = False,
+        cold: bool | None = None,
     ) -> None:
         self.seeds, self.companions = whole("seeds", seeds, 1), whole("companions", companions, 0)
         self.seed, self.prefetch = whole("seed", seed), whole("prefetch", prefetch, 0)
@@ -111,11 +116,10 @@ class SeedLoader:
         if pin_memory and not torch.cuda.is_available():
             raise DataError("`pin_memory` is for copies to a GPU, and there is none here: leave it off")
         inside = max(1, threads // max(1, prefetch))
-        self.sampler = NeighborSampler(
-            for_random_reads(store.indptr), for_random_reads(store.indices), fanouts, threads=inside
-        )
+        cold = is_cold(store.x, store.indptr, store.indices) if cold is None else cold
+        self.sampler = NeighborSampler(store.indptr, store.indices, fanouts, threads=inside, cold=cold)
         self.total = self.sampler.num_nodes
-        self.rows, self.y = Rows(for_random_reads(store.x), threads=inside), store.y
+        self.rows, self.y = Rows(store.x, threads=inside, cold=cold), store.y
         self.ids = None if isinstance(part, str) and part == "all" else _ids(store, part, split, self.total)
         self.num_ids = self.total if self.ids is None else len(self.ids)
 
@@ -139,8 +143,10 @@ class SeedLoader:
         seeds = self._seeds(order, step)
         seed = fold_in(self.seed, epoch, step)
         sample = self.sampler.sample(seeds, seed)
-        companions = self._companions(sample.nodes, fold_in(seed, _COMPANIONS))
-        nodes = torch.cat([sample.nodes, companions]) if len(companions) else sample.nodes
+        nodes = sample.nodes
+        companions = self._companions(nodes.numpy(), fold_in(seed, _COMPANIONS))
+        if len(companions):
+            nodes = torch.from_numpy(np.concatenate([nodes.numpy(), companions]))
         y = torch.from_numpy(np.asarray(self.y[seeds]).astype(np.int64))
         edge_index = sample.edge_index
         if self.pin_memory:
@@ -158,18 +164,18 @@ class SeedLoader:
         chosen = (positions if order is None else order.items(positions)).numpy()
         return chosen if self.ids is None else np.asarray(self.ids[chosen]).astype(np.int64)
 
-    def _companions(self, sampled: Tensor, seed: int) -> Tensor:
+    def _companions(self, sampled: np.ndarray, seed: int) -> np.ndarray:
         """The first M nodes, in the order of a permutation of all, that were not sampled."""
         wanted = min(self.companions, self.total - len(sampled))
         order = Permutation(self.total, seed)
-        kept, position = [torch.empty(0, dtype=torch.int64)], 0
+        kept, position = [np.empty(0, np.int64)], 0
         while wanted > 0:
             stop = min(position + wanted + wanted // 8 + 8, self.total)
-            nodes = order.items(torch.arange(position, stop))
-            outside = nodes[torch.from_numpy(~contained(nodes.numpy(), sampled.numpy()))][:wanted]
+            nodes = order.items(torch.arange(position, stop)).numpy()
+            outside = nodes[~contained(nodes, sampled)][:wanted]
             kept.append(outside)
             wanted, position = wanted - len(outside), stop
-        return torch.cat(kept)
+        return np.concatenate(kept)
 
 
 def _ids(store: GraphOnDisk, part: str | Sequence[int] | np.ndarray | Tensor, split: int, total: int) -> np.ndarray:

@@ -4,15 +4,15 @@
     loader = NodeLoader(
         data=pyg_data(store),
         node_sampler=StoreSampler(store, fanouts=(15, 10, 5), seed=0),
-        input_nodes=torch.from_numpy(store.split("train")),
+        input_nodes=torch.from_numpy(store.split("train").astype("int64")),
         batch_size=1000, shuffle=True, num_workers=2,
     )
     for batch in loader:  # Data: x, y, edge_index, n_id, batch_size, num_sampled_nodes, num_sampled_edges
         ...
 
 Neither pyg-lib nor torch-sparse is used. Of `torch_geometric.loader`, use `NodeLoader` (`NeighborLoader` brings a
-sampler of its own, which needs them), and give `input_nodes` as a tensor: a name or None stands for node types or is
-refused by PyTorch Geometric for stores. Worker processes share the memory maps; nothing is copied to them.
+sampler of its own, which needs them), and give `input_nodes` as a tensor: a name means a type of nodes, which a store
+has not, and None is refused by PyTorch Geometric. Worker processes share the memory maps; nothing is copied to them.
 """
 
 import warnings
@@ -26,8 +26,9 @@ from torch_geometric.data import EdgeAttr, FeatureStore, GraphStore, TensorAttr
 from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NodeSamplerInput, SamplerOutput
 
+from randombatch.data.sampling.cold import is_cold
 from randombatch.data.sampling.loader import GraphOnDisk
-from randombatch.data.sampling.mapped import Mapped, for_random_reads
+from randombatch.data.sampling.mapped import Mapped
 from randombatch.data.sampling.rows import Rows
 from randombatch.data.sampling.sampler import NeighborSampler
 from randombatch.permutation import fold_in, hash64
@@ -50,7 +51,8 @@ class StoreFeatures(FeatureStore):
 
     def __init__(self, store: GraphOnDisk, *, threads: int = 1) -> None:
         super().__init__()
-        self._rows = Rows(for_random_reads(store.x), threads=threads)
+        cold = is_cold(store.x, store.indptr, store.indices)
+        self._rows = Rows(store.x, threads=threads, cold=cold)
         self._y = Mapped(store.y, "y")
         self._shapes = {"x": tuple(store.x.shape), "y": tuple(store.y.shape)}
         self._rows.read(np.empty(0, np.int64))
@@ -127,9 +129,8 @@ class StoreSampler(BaseSampler):
     """
 
     def __init__(self, store: GraphOnDisk, fanouts: Sequence[int], *, seed: int, threads: int = 1) -> None:
-        self.sampler = NeighborSampler(
-            for_random_reads(store.indptr), for_random_reads(store.indices), fanouts, threads=threads
-        )
+        cold = is_cold(store.x, store.indptr, store.indices)
+        self.sampler = NeighborSampler(store.indptr, store.indices, fanouts, threads=threads, cold=cold)
         self.seed, self.epoch = seed, 0
         # Machine code is built here once and not in every worker.
         self.sampler.sample([], 0)

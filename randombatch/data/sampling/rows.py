@@ -1,6 +1,7 @@
 """Rows of an array on disk as a float32 tensor: one pass, from the page cache straight into the result."""
 
 import functools
+from typing import Any
 
 import numba
 import numpy as np
@@ -10,6 +11,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from randombatch.data.sampling.cold import WINDOW, single_pages, will_need
 from randombatch.data.sampling.mapped import Mapped
 from randombatch.data.sampling.threads import Threads
 
@@ -22,13 +24,14 @@ class Rows:
     Args:
         array: an array or a memory map.
         threads: that share the work of one call.
+        cold: most rows will not be in memory, see `cold.py`.
     """
 
-    def __init__(self, array: np.ndarray, *, threads: int = 1) -> None:
+    def __init__(self, array: np.ndarray, *, threads: int = 1, cold: bool = False) -> None:
         if array.ndim != 2 or array.dtype not in (np.float16, np.float32):
             raise TypeError(f"features must be float16 or float32 [N, F], got {array.dtype} of shape {array.shape}")
-        self._mapped = Mapped(array, "features")
-        self.threads = Threads(threads)
+        self._mapped = Mapped(single_pages(array) if cold else array, "features")
+        self.threads, self.cold = Threads(threads), cold
 
     @property
     def num_features(self) -> int:
@@ -40,15 +43,17 @@ class Rows:
         array = self._mapped.array
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(array):
             raise ValueError(f"rows must be 0 to {len(array) - 1}, got {ids.min()} to {ids.max()}")
-        out = torch.empty(len(ids), self.num_features, dtype=torch.float32, pin_memory=pin_memory)
+        shape = (len(ids), self.num_features)
+        # NumPy asks for huge pages where torch does not: filling new memory is twice as fast.
+        out = torch.empty(shape, pin_memory=True) if pin_memory else torch.from_numpy(np.empty(shape, np.float32))
         spans = self.threads.spans(len(ids))
-        if array.dtype == np.float32:
-            self.threads.run(_copy, [(array, ids, *span, out.numpy()) for span in spans])
-        elif _converts_halves():
-            # To numba, float16 is 16 bits.
-            self.threads.run(_widen, [(array.view(np.uint16), ids, *span, out.numpy()) for span in spans])
+        if array.dtype == np.float16 and not _converts_halves():
+            self.threads.run(_convert, [(array, ids, *span, out.numpy()) for span in spans])
         else:
-            self.threads.run(_look_up, [(array.view(np.uint16), ids, *span, out.numpy(), _halves()) for span in spans])
+            # To numba, float16 is 16 bits.
+            bits = array.view(np.uint16) if array.dtype == np.float16 else array
+            read = _reader(array.dtype == np.float16)
+            self.threads.run(read, [(bits, ids, *span, out.numpy(), self.cold) for span in spans])
         return out
 
 
@@ -58,10 +63,10 @@ def _converts_halves() -> bool:
     return "aarch64" in binding.get_default_triple() or bool(binding.get_host_cpu_features().get("f16c"))
 
 
-@functools.cache
-def _halves() -> np.ndarray:
-    """Every float16 as float32, by its bits."""
-    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+def _convert(array: np.ndarray, ids: np.ndarray, lo: int, hi: int, out: np.ndarray) -> None:
+    for start in range(lo, hi, 4096):
+        stop = min(start + 4096, hi)
+        out[start:stop] = array[ids[start:stop]]
 
 
 @intrinsic
@@ -74,25 +79,28 @@ def _float_of_half(typingctx, bits):
     return types.float32(types.uint16), generate
 
 
-@numba.njit(nogil=True)
-def _copy(array, ids, lo, hi, out):
-    for i in range(lo, hi):
-        node = ids[i]
-        for f in range(array.shape[1]):
-            out[i, f] = array[node, f]
+@functools.cache
+def _reader(halves: bool) -> Any:
+    @numba.njit(nogil=True)
+    def ask(array, ids, lo, hi):
+        address, width = np.int64(array.ctypes.data), array.strides[0]
+        for i in range(lo, hi):
+            will_need(address + ids[i] * width, width)
 
+    @numba.njit(nogil=True)
+    def read(array, ids, lo, hi, out, cold):
+        if cold:
+            ask(array, ids, lo, min(lo + WINDOW, hi))
+        for begin in range(lo, hi, WINDOW):
+            end = min(begin + WINDOW, hi)
+            if cold:
+                ask(array, ids, end, min(end + WINDOW, hi))
+            for i in range(begin, end):
+                node = ids[i]
+                for f in range(array.shape[1]):
+                    if halves:
+                        out[i, f] = _float_of_half(array[node, f])  # type: ignore[call-arg]
+                    else:
+                        out[i, f] = array[node, f]
 
-@numba.njit(nogil=True)
-def _widen(array, ids, lo, hi, out):
-    for i in range(lo, hi):
-        node = ids[i]
-        for f in range(array.shape[1]):
-            out[i, f] = _float_of_half(array[node, f])  # type: ignore[call-arg]
-
-
-@numba.njit(nogil=True)
-def _look_up(array, ids, lo, hi, out, table):
-    for i in range(lo, hi):
-        node = ids[i]
-        for f in range(array.shape[1]):
-            out[i, f] = table[array[node, f]]
+    return read

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from randombatch.data.graph import DataError
+from randombatch.data.sampling.cold import single_pages
 from randombatch.data.sampling.draw import find_rows, take
 from randombatch.data.sampling.edges import connect
 from randombatch.data.sampling.mapped import Mapped
@@ -56,6 +57,7 @@ class NeighborSampler:
         fanouts: k for each hop, -1 = all.
         threads: of one call; default all cores. Many calls at a time with one thread each do more in total.
         edge_ids: whether samples say where in `indices` each arc stands.
+        cold: most of `indices` will not be in memory, see `cold.py`.
 
     Cost of a call: O(arcs) time and memory (about 70 bytes for an arc at the peak, 24 in the result), whatever N.
     """
@@ -68,8 +70,11 @@ class NeighborSampler:
         *,
         threads: int | None = None,
         edge_ids: bool = False,
+        cold: bool = False,
     ) -> None:
         self._indptr, self._indices = Mapped(indptr, "indptr"), Mapped(indices, "indices")
+        if cold:
+            self._indices = Mapped(single_pages(indices), "indices")
         self.num_nodes = len(indptr) - 1
         if not 0 <= self.num_nodes <= MAX_ID:
             raise ValueError(f"`indptr` must have 1 to 2^32 - 1 entries, got {len(indptr)}")
@@ -82,7 +87,7 @@ class NeighborSampler:
         threads = (os.cpu_count() or 1) if threads is None else threads
         if threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {threads}")
-        self.threads, self.edge_ids = Threads(threads), edge_ids
+        self.threads, self.edge_ids, self.cold = Threads(threads), edge_ids, cold
 
     def sample(self, seeds: Tensor | np.ndarray | Sequence[int], seed: int) -> Sample:
         """The sampled neighbourhood of `seeds` (ids in any order, none twice), drawn by `seed`.
@@ -123,7 +128,7 @@ class NeighborSampler:
         first = np.cumsum([0, *totals])
         places, ids = np.empty(first[-1], np.int64), np.empty(first[-1], np.uint32)
         jobs = [
-            (self._indices.array, nodes, starts, degrees, *span, fanout, key, begin, ends, places, ids)
+            (self._indices.array, nodes, starts, degrees, *span, fanout, key, begin, ends, places, ids, self.cold)
             for span, begin in zip(spans, first, strict=False)
         ]
         self.threads.run(take, jobs)
