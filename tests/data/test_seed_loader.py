@@ -162,20 +162,22 @@ def test_stopping_early_ends_the_threads(store: Any) -> None:
     assert background_threads() == 0
 
 
-def test_works_ahead_while_the_caller_is_busy() -> None:
-    """With depth 3, three are begun while the first is in use, and not more; all in order."""
+@pytest.mark.parametrize("depth", [1, 3])
+def test_works_ahead_while_the_caller_is_busy(depth: int) -> None:
+    """While one is in use, the next `depth` are begun, and not more; all in order."""
     begun = []
 
     def make(i: int) -> int:
         begun.append(i)
         return -i
 
-    things = ahead(make, range(10), depth=3, threads=1)
+    things = ahead(make, range(10), depth=depth, threads=1)
     assert next(things) == 0
     deadline = time.monotonic() + 10
-    while len(begun) < 3 and time.monotonic() < deadline:
+    while len(begun) < 1 + depth and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert begun == [0, 1, 2]
+    time.sleep(0.02)
+    assert begun == list(range(1 + depth))
     assert list(things) == [-i for i in range(1, 10)]
     assert list(ahead(make, range(4), depth=0)) == [0, -1, -2, -3]
     assert list(ahead(make, [], depth=2)) == []

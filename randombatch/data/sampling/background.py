@@ -20,8 +20,8 @@ def ahead(
     Args:
         make: called in background threads, several at a time.
         numbers: what to make.
-        depth: 0 makes each when it is asked for, without threads. At most `depth` + 1 exist at a time, the caller's
-            current one included.
+        depth: so many are under way while the caller uses one; 0 makes each when it is asked for, without threads.
+            At most `depth` + 2 exist at a time, the one in use and the next included.
         threads: at most `depth` of use.
     """
     if depth == 0:
@@ -32,7 +32,7 @@ def ahead(
     try:
         for number in numbers:
             waiting.append(pool.submit(make, number))
-            if len(waiting) == depth:
+            if len(waiting) > depth:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

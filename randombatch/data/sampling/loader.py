@@ -88,7 +88,7 @@ class SeedLoader:
             are not so many).
         split: number of the split that `part` is of.
         shuffle: False keeps the order of the part: for evaluation.
-        prefetch: mini-batches made ahead of the one in use, 0 = none. Each takes the memory of one mini-batch.
+        prefetch: mini-batches made while one is in use, 0 = none; `prefetch` + 2 are in memory at the most.
         threads: background threads. Each makes a whole mini-batch; those beyond `prefetch` share the work of one.
         pin_memory: for copies to a GPU in the background.
         cold: whether most of the graph will not be in memory, see `cold.py`; default: if it is larger than memory.
