@@ -1,0 +1,164 @@
+"""A store as PyTorch Geometric sees it: its `NodeLoader` and any of its models work on a graph on disk.
+
+    store = Store.open(path)
+    loader = NodeLoader(
+        data=pyg_data(store),
+        node_sampler=StoreSampler(store, fanouts=(15, 10, 5), seed=0),
+        input_nodes=torch.from_numpy(store.split("train").astype("int64")),
+        batch_size=1000, shuffle=True, num_workers=2,
+    )
+    for batch in loader:  # Data: x, y, edge_index, n_id, batch_size, num_sampled_nodes, num_sampled_edges
+        ...
+
+Neither pyg-lib nor torch-sparse is used. Of `torch_geometric.loader`, use `NodeLoader` (`NeighborLoader` brings a
+sampler of its own, which needs them), and give `input_nodes` as a tensor: a name means a type of nodes, which a store
+has not, and None is refused by PyTorch Geometric. Worker processes share the memory maps; nothing is copied to them.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import EdgeAttr, FeatureStore, GraphStore, TensorAttr
+from torch_geometric.data.graph_store import EdgeLayout
+from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NodeSamplerInput, SamplerOutput
+
+from randombatch.data.sampling.cold import is_cold
+from randombatch.data.sampling.loader import GraphOnDisk
+from randombatch.data.sampling.mapped import Mapped
+from randombatch.data.sampling.rows import Rows
+from randombatch.data.sampling.sampler import NeighborSampler
+from randombatch.permutation import fold_in, hash64
+
+_READ_ONLY = "a store is read-only: write another one with `randombatch prepare`"
+
+
+def pyg_data(store: GraphOnDisk, *, threads: int = 1) -> tuple["StoreFeatures", "StoreGraph"]:
+    """What PyTorch Geometric's loaders take as `data`."""
+    return StoreFeatures(store, threads=threads), StoreGraph(store)
+
+
+class StoreFeatures(FeatureStore):
+    """`x` as float32 and `y` as int64 of any nodes, read when asked for.
+
+    Args:
+        store: with `x` and `y`.
+        threads: that share the reading of one mini-batch.
+    """
+
+    def __init__(self, store: GraphOnDisk, *, threads: int = 1) -> None:
+        super().__init__()
+        cold = is_cold(store.x, store.indptr, store.indices)
+        self._rows = Rows(store.x, threads=threads, cold=cold)
+        self._y = Mapped(store.y, "y")
+        self._shapes = {"x": tuple(store.x.shape), "y": tuple(store.y.shape)}
+        self._rows.read(np.empty(0, np.int64))
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        return [TensorAttr(group_name=None, attr_name=name) for name in self._shapes]
+
+    def _get_tensor(self, attr: TensorAttr) -> Tensor | None:
+        if attr.group_name is not None or attr.attr_name not in self._shapes:
+            return None
+        nodes = self._nodes(attr.index)
+        if attr.attr_name == "x":
+            return self._rows.read(nodes)
+        return torch.from_numpy(self._y.array[nodes].astype(np.int64))
+
+    def _nodes(self, index: Any) -> np.ndarray:
+        """Ids that an index means: a tensor or array of ids or a mask, a slice, one id, None for all."""
+        total = self._shapes["y"][0]
+        if index is None or isinstance(index, slice):
+            return np.arange(total)[slice(None) if index is None else index]
+        nodes = np.atleast_1d(np.asarray(index))
+        return np.flatnonzero(nodes) if nodes.dtype == bool else nodes
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
+        return self._shapes[attr.attr_name]
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        raise TypeError(_READ_ONLY)
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        raise TypeError(_READ_ONLY)
+
+
+class StoreGraph(GraphStore):
+    """The arcs in compressed columns, as they lie on disk: `(indices, indptr)`, integer types as stored.
+
+    Only what converts the whole graph asks for them (`coo`, `csr`); `NodeLoader` does not.
+    """
+
+    def __init__(self, store: GraphOnDisk) -> None:
+        super().__init__()
+        self._indptr, self._indices = Mapped(store.indptr, "indptr"), Mapped(store.indices, "indices")
+
+    def get_all_edge_attrs(self) -> list[EdgeAttr]:
+        nodes = len(self._indptr.array) - 1
+        return [EdgeAttr(edge_type=None, layout=EdgeLayout.CSC, size=(nodes, nodes))]
+
+    def _get_edge_index(self, edge_attr: EdgeAttr) -> tuple[Tensor, Tensor] | None:
+        if edge_attr.edge_type is not None or edge_attr.layout != EdgeLayout.CSC:
+            return None
+        indices, indptr = self._indices.array, self._indptr.array
+        return _signed(indices, len(indptr) - 1), _signed(indptr, len(indices))
+
+    def _put_edge_index(self, edge_index: Any, edge_attr: EdgeAttr) -> bool:
+        raise TypeError(_READ_ONLY)
+
+    def _remove_edge_index(self, edge_attr: EdgeAttr) -> bool:
+        raise TypeError(_READ_ONLY)
+
+
+class StoreSampler(BaseSampler):
+    """`NeighborSampler` for PyTorch Geometric's loaders.
+
+    A loader does not say which step it is at, so a mini-batch is drawn by (seed, epoch, its set of seeds): the same in
+    any worker and in any order. With `shuffle=True` mini-batches, and so draws, differ from epoch to epoch by
+    themselves; without, set `epoch` before each pass over the loader (not with `persistent_workers`, whose copies of
+    the sampler are made once).
+
+    Args:
+        store: with `indptr` and `indices`.
+        fanouts: neighbours of a node in each hop, -1 = all.
+        seed: of the run.
+        threads: of one mini-batch; with workers, 1 is right.
+    """
+
+    def __init__(self, store: GraphOnDisk, fanouts: Sequence[int], *, seed: int, threads: int = 1) -> None:
+        cold = is_cold(store.x, store.indptr, store.indices)
+        self.sampler = NeighborSampler(store.indptr, store.indices, fanouts, threads=threads, cold=cold)
+        self.seed, self.epoch = seed, 0
+        # Machine code is built here once and not in every worker.
+        self.sampler.sample([], 0)
+
+    def sample_from_nodes(self, index: NodeSamplerInput, **kwargs: Any) -> SamplerOutput:
+        if index.input_type is not None:
+            raise ValueError(f"a store has one type of nodes, got {index.input_type!r}: give `input_nodes` as a tensor")
+        if index.time is not None:
+            raise ValueError("a store has no times: leave out `input_time`")
+        seeds = index.node.long()
+        key = int(hash64(seeds, self.seed).sum()) if seeds.numel() else 0
+        sample = self.sampler.sample(seeds, fold_in(self.seed, self.epoch, key))
+        row, col = sample.edge_index
+        return SamplerOutput(
+            node=sample.nodes, row=row, col=col, edge=None, num_sampled_nodes=list(sample.num_nodes),
+            num_sampled_edges=list(sample.num_edges), metadata=(index.input_id, index.time),
+        )  # fmt: skip
+
+    def sample_from_edges(self, index: EdgeSamplerInput, neg_sampling: Any = None) -> SamplerOutput:
+        raise NotImplementedError("a store is sampled from nodes only: use NodeLoader, not LinkLoader")
+
+
+def _signed(array: np.ndarray, largest: int) -> Tensor:
+    """A tensor on the same memory where values allow: few of torch's operations take unsigned integers."""
+    if array.dtype.kind == "u":
+        signed = np.dtype(f"i{array.dtype.itemsize}")
+        array = array.view(signed) if largest <= np.iinfo(signed).max else array.astype(np.int64)
+    with warnings.catch_warnings():
+        # That it cannot be written to.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)

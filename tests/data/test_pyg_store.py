@@ -1,0 +1,163 @@
+"""PyTorch Geometric's loader and models on a store, without pyg-lib and torch-sparse."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as nnf
+
+pytest.importorskip("numba")
+pytest.importorskip("torch_geometric")
+
+from sampled_graphs import mixed_graph, rows_of, store_of
+from torch_geometric.data import Data
+from torch_geometric.loader import NodeLoader
+from torch_geometric.nn import GCN, GraphSAGE
+from torch_geometric.sampler import NodeSamplerInput
+from torch_geometric.utils import trim_to_layer
+
+from randombatch.data.sampling.pyg_store import StoreFeatures, StoreGraph, StoreSampler, pyg_data
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    return store_of(*mixed_graph(), tmp_path)
+
+
+def loader_of(store: Any, workers: int = 0, fanouts: tuple[int, ...] = (4, 3), **options: Any) -> NodeLoader:
+    nodes = torch.from_numpy(store.split("train").astype(np.int64))
+    sampler = StoreSampler(store, fanouts, seed=1)
+    options = {"batch_size": 32, "num_workers": workers, **options}
+    return NodeLoader(pyg_data(store), node_sampler=sampler, input_nodes=nodes, **options)
+
+
+def test_mini_batches_hold_the_stores_rows(store: Any) -> None:
+    seen = []
+    for batch in loader_of(store):
+        assert isinstance(batch, Data)
+        nodes = batch.n_id.numpy()
+        assert np.array_equal(batch.x.numpy(), store.x[nodes].astype(np.float32))
+        assert batch.y.tolist() == store.y[nodes].tolist()
+        assert batch.y.dtype == torch.int64
+        for source, target in batch.n_id[batch.edge_index].T.tolist():
+            assert source in store.indices[store.indptr[target] : store.indptr[target + 1]]
+        assert sum(batch.num_sampled_nodes) == batch.num_nodes
+        assert sum(batch.num_sampled_edges) == batch.num_edges
+        assert batch.num_sampled_nodes[0] == batch.batch_size
+        seen += nodes[: batch.batch_size].tolist()
+    assert seen == store.split("train").tolist()
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_change_nothing(store: Any, start: str) -> None:
+    expected = list(loader_of(store))
+    got = list(loader_of(store, 2, multiprocessing_context=start))
+    assert len(got) == len(expected) > 2
+    for a, b in zip(got, expected, strict=True):
+        for name in ("x", "y", "edge_index", "n_id", "input_id"):
+            assert torch.equal(a[name], b[name])
+
+
+def test_sent_to_another_process_without_their_content(store: Any) -> None:
+    sampler, (features, graph) = StoreSampler(store, (4, 3), seed=1), pyg_data(store)
+    sent = pickle.dumps((sampler, features, graph))
+    assert len(sent) < 4000 < store.indices.nbytes
+    sampler2, features2, graph2 = pickle.loads(sent)
+    seeds = NodeSamplerInput(None, torch.tensor([1, 150]))
+    nodes = sampler.sample_from_nodes(seeds).node
+    assert torch.equal(sampler2.sample_from_nodes(seeds).node, nodes)
+    assert torch.equal(features2.get_tensor(None, "x", nodes), features.get_tensor(None, "x", nodes))
+    assert torch.equal(graph2.csc()[1], graph.csc()[1])
+
+
+def test_threads_of_a_sampler_survive_a_fork(store: Any) -> None:
+    loader = loader_of(store, 2, multiprocessing_context="fork")
+    loader.node_sampler = StoreSampler(store, (4, 3), seed=1, threads=2)
+    expected = [loader.node_sampler.sample_from_nodes(loader.input_data[range(32)])]
+    got = next(iter(loader))
+    assert torch.equal(got.n_id, expected[0].node)
+
+
+def test_draws_follow_seeds_and_epoch_not_order(store: Any) -> None:
+    sampler = StoreSampler(store, (2, 2), seed=1)
+
+    def nodes_of(*seeds: int) -> set[int]:
+        return set(sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor(seeds))).node.tolist())
+
+    a = nodes_of(150, 3, 9)
+    assert nodes_of(9, 150, 3) == a
+    sampler.epoch = 1
+    assert nodes_of(150, 3, 9) != a
+
+
+@pytest.mark.parametrize("kind", [GraphSAGE, GCN])
+def test_models_of_pyg_learn(kind: type, tmp_path: Path) -> None:
+    """Labels that are in the features of the neighbours: the loss falls far below that of guessing."""
+    indptr, indices = rows_of([8] * 400, 400)
+    store = store_of(indptr, indices, tmp_path)
+    x = np.array(store.x, np.float32)
+    store.y = (np.stack([x[indices[indptr[i] : indptr[i + 1]], 0].mean() for i in range(400)]) > 0).astype(np.int64)
+    model = kind(in_channels=7, hidden_channels=16, num_layers=1, out_channels=2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(15):
+        for batch in loader_of(store, fanouts=(8,), shuffle=True):
+            logits = model(batch.x, batch.edge_index)[: batch.batch_size]
+            loss = nnf.cross_entropy(logits, batch.y[: batch.batch_size])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert np.mean(losses[-4:]) < 0.6 * np.mean(losses[:2])
+
+
+def test_hops_are_in_the_order_that_trimming_expects(store: Any) -> None:
+    """Dropping the outermost hop leaves what the last layer needs, as PyTorch Geometric's `trim_to_layer` assumes."""
+    model = GraphSAGE(in_channels=7, hidden_channels=8, num_layers=2, out_channels=2)
+    batch = next(iter(loader_of(store)))
+    whole = model(batch.x, batch.edge_index)[: batch.batch_size]
+    x, edge_index = batch.x, batch.edge_index
+    for i, layer in enumerate(model.convs):
+        x, edge_index, _ = trim_to_layer(i, batch.num_sampled_nodes, batch.num_sampled_edges, x, edge_index)
+        x = layer(x, edge_index)
+        x = x.relu() if i == 0 else x
+    assert torch.allclose(x[: batch.batch_size], whole, atol=1e-6)
+
+
+def test_features_by_any_index(store: Any) -> None:
+    features = StoreFeatures(store)
+    x = np.array(store.x, np.float32)
+    mask = torch.arange(300) % 7 == 0
+    cases: list[tuple[Any, Any]] = [
+        (torch.tensor([5, 2]), [5, 2]), (slice(3, 9, 2), [3, 5, 7]), (None, slice(None)), (4, [4]), (mask, mask),
+    ]  # fmt: skip
+    for index, rows in cases:
+        assert np.array_equal(features.get_tensor(None, "x", index).numpy(), x[rows])
+        assert features.get_tensor(None, "y", index).tolist() == store.y[rows].tolist()
+    assert features.get_tensor_size(None, "x") == (300, 7)
+    with pytest.raises(TypeError, match="read-only"):
+        features.put_tensor(torch.zeros(1), None, "x", None)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int32, np.int64])
+def test_arcs_of_the_whole_graph(store: Any, dtype: type) -> None:
+    store.indices = np.array(store.indices).astype(dtype)
+    row, col, _ = StoreGraph(store).coo()
+    indptr = store.indptr.astype(np.int64)
+    assert row.tolist() == store.indices.tolist()
+    assert col.tolist() == np.repeat(np.arange(300), np.diff(indptr)).tolist()
+    with pytest.raises(TypeError, match="read-only"):
+        StoreGraph(store).put_edge_index((row, col), None, "csc")
+
+
+def test_what_a_store_has_not_is_refused(store: Any) -> None:
+    sampler = StoreSampler(store, (2,), seed=0)
+    with pytest.raises(ValueError, match="as a tensor"):
+        sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([1]), input_type="paper"))
+    with pytest.raises(ValueError, match="no times"):
+        sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([1]), time=torch.tensor([1])))
+    with pytest.raises(NotImplementedError, match="NodeLoader"):
+        sampler.sample_from_edges(None)
