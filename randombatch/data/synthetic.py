@@ -64,10 +64,14 @@ class Synthetic:
 
     def nodes(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Features float32 [n, F] and labels int64 [n] of the nodes `start` to `stop`."""
-        position = self._permutation(_ORDER).positions(torch.arange(start, stop))
-        y = torch.searchsorted(self._bounds(), position, right=True) - 1
+        y = self.labels(start, stop)
         x = self._centres().index_select(0, y)
         return x.add_(normal(start, stop, self.num_features, self._seed(_NOISE)), alpha=self.noise), y
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        """Labels int64 [n] of the nodes `start` to `stop`."""
+        position = self._permutation(_ORDER).positions(torch.arange(start, stop))
+        return torch.searchsorted(self._bounds(), position, right=True) - 1
 
     def pairs(self, start: int, stop: int) -> Tensor:
         """The drawn pairs `start` to `stop`, int64 [2, n]: each edge once, no self-loops, rarely a duplicate."""
