@@ -17,6 +17,7 @@ from randombatch.data.store.csr import KEY, Advance, Keys, merge, partition
 from randombatch.data.store.features import write_features
 from randombatch.data.store.labels import write_labels
 from randombatch.data.store.layout import FORMAT, VERSION, ShortFile, smallest
+from randombatch.data.store.ordered import one_thread_each
 from randombatch.data.store.parts import write_splits
 from randombatch.data.store.sources.base import Source
 from randombatch.data.store.workspace import Workspace
@@ -65,7 +66,7 @@ def prepare(
     settings = {"source": source.where, "undirected": undirected, "features": features, "metric": source.metric}
     work = Workspace(path, {**settings, "identity": source.identity, "skip_bad": skip_bad})
     start = time.perf_counter()
-    with Watch() as watch, work.opened():
+    with Watch() as watch, one_thread_each(), work.opened():
         seconds = dict(work.stage("seconds"))
         try:
             figures = _run(source, work, max_memory, undirected, features, skip_bad, advance, seconds)

@@ -5,20 +5,17 @@ from dataclasses import asdict
 from functools import partial
 
 import numpy as np
-import torch
 
 from randombatch.data.store.sources.base import EdgeChunk, Source
+from randombatch.data.store.sources.hashed import Hashed
 from randombatch.data.synthetic import Synthetic
-
-# Numbers made together: temporaries that stay in the cache.
-SPAN_EDGES, SPAN_VALUES = 1 << 16, 1 << 19
 
 
 class SyntheticSource(Source):
     """Every piece is computed, nothing is read."""
 
     def __init__(self, recipe: Synthetic) -> None:
-        self.recipe = recipe
+        self.recipe, self._hashed = recipe, Hashed(recipe)
         self.name = self.where = "synthetic"
         self.identity = asdict(recipe)
         self.num_nodes, self.num_features = recipe.num_nodes, recipe.num_features
@@ -29,23 +26,14 @@ class SyntheticSource(Source):
             yield partial(self._edges, start, min(start + size, self.edge_bound))
 
     def _edges(self, start: int, stop: int) -> EdgeChunk:
-        edges = np.empty((2, stop - start), np.int64)
-        for a in range(start, stop, SPAN_EDGES):
-            b = min(a + SPAN_EDGES, stop)
-            edges[:, a - start : b - start] = self.recipe.pairs(a, b).numpy()
-        return EdgeChunk(edges, first=start)
+        return EdgeChunk(self._hashed.pairs(start, stop), first=start)
 
     def features(self, size: int, first: int = 0) -> Iterator[Callable[[], np.ndarray]]:
         for start in range(first * size, self.num_nodes, size):
             yield partial(self._features, start, min(start + size, self.num_nodes))
 
     def _features(self, start: int, stop: int) -> np.ndarray:
-        x = torch.empty(stop - start, self.num_features)
-        span = max(1, SPAN_VALUES // self.num_features)
-        for a in range(start, stop, span):
-            b = min(a + span, stop)
-            x[a - start : b - start] = self.recipe.nodes(a, b)[0]
-        return x.numpy()
+        return self._hashed.features(start, stop).numpy()
 
     def labels(self, size: int) -> Iterator[np.ndarray]:
         for start in range(0, self.num_nodes, size):
