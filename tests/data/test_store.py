@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from stores import equal, graph_of, random_arrays
 
 from randombatch import data
-from randombatch.data.store import Store, from_data, is_store, layout, write_store
+from randombatch.data.store import Store, from_data, is_store, layout, verify, write_store
 
 pytest.importorskip("numba")
 
@@ -105,6 +106,32 @@ def test_plain_numpy_reads_it(written: Path) -> None:
         array = np.load(written / f"{name}.npy", mmap_mode="r", allow_pickle=False)
         assert array.offset % 64 == 0
         np.testing.assert_array_equal(array, store.array(name))
+
+
+def test_written_by_hand(tmp_path: Path) -> None:
+    """As docs/store.md says: arrays by numpy.save, then graph.json."""
+    arrays = {
+        "x": np.eye(3, 2, dtype=np.float32), "indptr": np.array([0, 1, 3, 4]), "indices": np.array([1, 0, 2, 1]),
+        "y": np.array([0, 1, -1], np.int16), "train-0": np.array([0]), "val-0": np.array([1]),
+        "test-0": np.array([0, 1]),
+    }  # fmt: skip
+    entries = {}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        crc32 = f"{zlib.crc32(array.tobytes()):08x}"
+        entries[name] = {"file": f"{name}.npy", "shape": list(array.shape), "dtype": array.dtype.str, "crc32": crc32}
+    counts = {"num_nodes": 3, "num_edges": 4, "num_features": 2, "num_classes": 2, "num_splits": 1}
+    description = {
+        "format": "randombatch-store",
+        "version": 1,
+        "name": "mine",
+        "metric": "accuracy",
+        "undirected": True,
+    }
+    (tmp_path / "graph.json").write_text(json.dumps({**description, **counts, "arrays": entries}))
+    assert Store.open(tmp_path).split("test").tolist() == [0, 1]
+    assert verify(tmp_path) == []
+    assert data.load(str(tmp_path)).edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]
 
 
 def test_read_only_and_shared(written: Path) -> None:

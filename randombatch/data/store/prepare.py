@@ -12,6 +12,7 @@ from typing import Any
 from randombatch.data.graph import DataError
 from randombatch.data.options import one_of
 from randombatch.data.raw import metric_name
+from randombatch.data.store import kernels
 from randombatch.data.store.budget import Plan, Watch, size
 from randombatch.data.store.csr import KEY, Advance, Keys, merge, partition
 from randombatch.data.store.features import write_features
@@ -116,6 +117,7 @@ def _run(
 
 def _plan(source: Source, work: Workspace, max_memory: int, undirected: bool, features: str) -> tuple[Plan, Keys]:
     """What is held at a time. The cut into pieces stays as it was noted first, or the pieces would not be the same."""
+    kernels.warm()
     held = resident_anonymous() or highest_resident()
     plan = Plan.of(max_memory, held, source.held_bytes)
     arcs = source.edge_bound * (2 if undirected else 1)

@@ -47,6 +47,9 @@ class Workspace:
     def opened(self) -> Iterator["Workspace"]:
         """Take the folder; it is removed on bad input and on a full disk, and kept on anything else."""
         if self.path.exists() or self.path.is_symlink():
+            if self.folder.is_dir() and not self.arrays.exists():
+                # Killed between the last rename and the end.
+                shutil.rmtree(self.folder, ignore_errors=True)
             raise DataError(f"{self.path} exists already: remove it or choose another name")
         try:
             self._take()

@@ -75,9 +75,20 @@ class Archive:
             if self._zip is None:
                 return Npz(lambda: self.path / name, what)
             archive, info = self._zip, self._zip.getinfo(self._prefix + name)
-            if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
+            if info.compress_type == zipfile.ZIP_STORED:
                 return Npz(lambda: io.BufferedReader(Window(self.path, info), 1 << 20), what)
             return Npz(lambda: archive.open(info), what)
+
+
+def go_to_data(file: IO[bytes], info: zipfile.ZipInfo) -> None:
+    """Move to where the bytes of a member begin: behind its local header, 30 bytes, its name and extra fields."""
+    if info.flag_bits & 1:
+        raise zipfile.BadZipFile(f"{info.filename} is encrypted")
+    file.seek(info.header_offset)
+    local = file.read(30)
+    if local[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"{info.filename} does not begin where the directory says")
+    file.seek(int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little"), os.SEEK_CUR)
 
 
 class Window(io.RawIOBase):
@@ -85,12 +96,8 @@ class Window(io.RawIOBase):
 
     def __init__(self, path: Path, info: zipfile.ZipInfo) -> None:
         self._file = path.open("rb")
-        self._file.seek(info.header_offset)
-        local = self._file.read(30)
-        if local[:4] != b"PK\x03\x04":
-            raise zipfile.BadZipFile(f"{info.filename} does not begin where the directory says")
-        lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-        self._start, self._length, self._at = info.header_offset + 30 + lengths, info.file_size, 0
+        go_to_data(self._file, info)
+        self._start, self._length, self._at = self._file.tell(), info.file_size, 0
 
     def readable(self) -> bool:
         return True
@@ -137,7 +144,15 @@ class Npz:
             found = ", ".join(sorted(self.keys)) or "nothing"
             raise DataError(f"{self.what} must hold {key}, found {found}")
         info = self._zip.getinfo(f"{key}.npy" if f"{key}.npy" in self._zip.namelist() else key)
-        return NpyArray(lambda: zipfile.ZipFile(self._file()).open(info), info.file_size, f"{key} of {self.what}")
+        return NpyArray(lambda: self._open(info), info.file_size, f"{key} of {self.what}")
+
+    def _open(self, info: zipfile.ZipInfo) -> IO[bytes]:
+        """A member by its place alone: the directory is at the end of the file, far away in a compressed one."""
+        found = self._file()
+        file: Any = found.open("rb") if isinstance(found, Path) else found
+        go_to_data(file, info)
+        member: Any = zipfile.ZipExtFile(file, "r", info, close_fileobj=True)
+        return member
 
     def word(self, key: str) -> str | None:
         """A string, None if there is none."""
@@ -191,9 +206,11 @@ class NpyArray:
     def pairs(self, size: int, first: int = 0) -> Iterator[np.ndarray]:
         """Pieces [2, n] of an array [2, E], from piece number `first` on; two streams, or one in column order."""
         count = self.shape[1]
-        with readable(self.what), self.opener() as one, self.opener() as two:
+        with readable(self.what), contextlib.ExitStack() as stack:
+            one = stack.enter_context(self.opener())
             self._jump(one, first * size * (2 if self.fortran else 1))
             if not self.fortran:
+                two = stack.enter_context(self.opener())
                 self._jump(two, count + first * size)
             for start in range(first * size, count, size):
                 n = min(size, count - start)

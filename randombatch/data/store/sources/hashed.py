@@ -104,7 +104,8 @@ class Hashed:
         if self._tables is None:
             return self.recipe.pairs(start, stop).numpy()
         edges = np.empty((2, stop - start), np.int64)
-        _pairs(start, self._starts, self._bounds, float(self.recipe.homophily), *self._tables, edges)
+        bits, shift, flip, reduced = self._tables
+        _pairs(start, self._starts, self._bounds, float(self.recipe.homophily), bits, shift, flip, reduced, edges)
         return edges
 
     def features(self, start: int, stop: int) -> Tensor:

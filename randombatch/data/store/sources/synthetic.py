@@ -20,6 +20,9 @@ class SyntheticSource(Source):
         self.identity = asdict(recipe)
         self.num_nodes, self.num_features = recipe.num_nodes, recipe.num_features
         self.num_classes, self.edge_bound = recipe.classes, recipe.num_pairs
+        # Compiled now: the memory that it takes belongs to the program, not to the work.
+        self._hashed.pairs(0, 1)
+        self._hashed.features(0, 1)
 
     def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
         for start in range(first * size, self.edge_bound, size):
