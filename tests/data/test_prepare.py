@@ -101,6 +101,23 @@ def test_the_same_arc_many_times(tmp_path: Path, tiny: Callable[..., None]) -> N
     assert verify(store.path) == []
 
 
+def test_buckets_go_as_they_are_consumed(tmp_path: Path, tiny: Callable[..., None]) -> None:
+    """The disk never holds more than 8 bytes per arc that is not yet sorted, and nothing when features come."""
+    tiny(chunk_edges=1000, chunk_bytes=50_000, bucket_bytes=40_000, target=20_000)
+    seen = set()
+
+    def advance(stage: str, done: int, total: int) -> None:
+        seen.add(stage)
+        left = sum(file.stat().st_size for file in (tmp_path / ".s.preparing/buckets").iterdir())
+        if stage == "sort":
+            assert left == 8 * (total - done)
+        elif stage == "features":
+            assert left == 0
+
+    prepare(open_source("synthetic", num_nodes=5000), tmp_path / "s", advance=advance)
+    assert seen == {"edges", "sort", "features", "labels", "splits"}
+
+
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("edges", ["symmetric", "directed"])
 def test_synthetic(tmp_path: Path, edges: str, small: bool, tiny: Callable[..., None]) -> None:

@@ -24,6 +24,7 @@ pytest.importorskip("numba")
 from randombatch.data import text
 from randombatch.data.store import Store, csr, features, is_store, open_source, prepare, verify, workspace
 from randombatch.data.store.budget import Plan
+from randombatch.data.store.sources import tables
 from randombatch.data.store.sources.synthetic import SyntheticSource
 from randombatch.data.store.workspace import Workspace
 
@@ -124,6 +125,47 @@ def interrupted(tmp_path: Path, small_pieces: None) -> Path:
         prepare(open_source("synthetic", **SIZES), tmp_path / "s", advance=stop_at("sort", 5))
     assert (tmp_path / ".s.preparing").is_dir()
     return tmp_path / "s"
+
+
+def npz_graph(folder: Path, arrays: dict[str, Any]) -> Path:
+    graph_of(arrays, folder)
+    return folder / "oracle.npz"
+
+
+SOURCES: dict[str, Callable[[Path, dict[str, Any]], Path]] = {
+    "npz": npz_graph,
+    "papers": lambda folder, arrays: papers(folder / "g", arrays),
+    "papers-columns": lambda folder, arrays: papers(folder / "g", arrays, order=np.asfortranarray),
+    "papers-zip": lambda folder, arrays: zipped(papers(folder / "g", arrays), folder / "g.zip", zipfile.ZIP_DEFLATED),
+    "text": lambda folder, arrays: write_tables(folder / "g", arrays, ".csv.gz"),
+    "arrays": lambda folder, arrays: write_tables(folder / "g", arrays, ".npy"),
+}
+
+
+@pytest.mark.parametrize("stage", ["edges", "features"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stage: str) -> None:
+    """Pieces are counted the same way after a pause, whether they are jumped to or read past."""
+    plan = Plan(chunk_edges=97, chunk_bytes=1000, bucket_bytes=2000)
+    monkeypatch.setattr(Plan, "of", classmethod(lambda *_: plan))
+    monkeypatch.setattr(csr, "TARGET_BYTES", 1000)
+    monkeypatch.setattr(workspace, "SECONDS_BETWEEN_NOTES", 0.0)
+    monkeypatch.setattr(tables, "SPAN", 2000)
+    arrays = random_arrays(splits=1)
+    path = SOURCES[kind](tmp_path, arrays)
+    drawn: list[int] = []
+
+    def advance(name: str, done: int, total: int) -> None:
+        if name == stage:
+            drawn.append(done)
+            if len(drawn) == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(open_source(path), tmp_path / "s", advance=advance)
+    assert prepare(open_source(path), tmp_path / "s", advance=advance)["rows"][0]["resumed"]
+    assert drawn[4] == drawn[3], "it did not go on from the last note"
+    equal(Store.open(tmp_path / "s"), graph_of(arrays, tmp_path))
 
 
 @pytest.mark.parametrize("spoil", ["seed", "settings", "boot", "journal", "bucket", "array"])
@@ -239,8 +281,6 @@ def spoilt_lists(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("span", [1 << 22, 128])
 def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int) -> None:
-    from randombatch.data.store.sources import tables
-
     monkeypatch.setattr(tables, "SPAN", span)
     folder = spoilt_lists(tmp_path)
     message = r"edges.tsv has 7 bad lines of 1212, the first is line 41: 'here\\tthere': mend them, or .* --skip-bad"
