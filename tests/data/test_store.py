@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +144,19 @@ def test_read_only_and_shared(written: Path) -> None:
     assert again.path == store.path
     assert isinstance(again.x, np.memmap)
     assert len(pickle.dumps(store)) < 500, "the arrays were sent instead of the path"
+
+
+def test_names_in_any_order() -> None:
+    """A module that is imported first does not take the place of a function; opening a store needs no numba."""
+    code = """
+import sys
+from randombatch.data.store import Store, is_store
+assert "numba" not in sys.modules
+from randombatch.data.store import write_store, verify, prepare, from_data, open_source
+assert all(type(f).__name__ == "function" for f in (write_store, verify, prepare, from_data, open_source))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_is_store(written: Path, tmp_path: Path) -> None:

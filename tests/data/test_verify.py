@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from randombatch.cli import app
-from randombatch.data.store import Store, verify, write_store
+from randombatch.data.store import Store, checks, verify, write_store
 
 pytest.importorskip("numba")
-verify_module = __import__("importlib").import_module("randombatch.data.store.verify")
 
 
 @pytest.fixture(params=[True, False], ids=["undirected", "directed"])
@@ -46,7 +45,7 @@ def rewrite(folder: Path, name: str, edit: Callable[[np.ndarray], None], vouch: 
 
 @pytest.mark.parametrize("span", [1 << 22, 64])
 def test_a_sound_store(written: Path, monkeypatch: pytest.MonkeyPatch, span: int) -> None:
-    monkeypatch.setattr(verify_module, "SPAN", span)
+    monkeypatch.setattr(checks, "SPAN", span)
     assert verify(written) == []
 
 
@@ -81,7 +80,7 @@ def swap_first_row(array: np.ndarray) -> None:
 def test_wrong_numbers(
     written: Path, monkeypatch: pytest.MonkeyPatch, span: int, name: str, edit: Any, message: str
 ) -> None:
-    monkeypatch.setattr(verify_module, "SPAN", span)
+    monkeypatch.setattr(checks, "SPAN", span)
     rewrite(written, name, edit)
     assert any(message in problem for problem in verify(written)), verify(written)
 

@@ -5,18 +5,19 @@ from typing import TYPE_CHECKING, Any
 from randombatch.data.store.store import Store, is_store
 
 if TYPE_CHECKING:
-    from randombatch.data.store.prepare import prepare
+    from randombatch.data.store.checks import verify
+    from randombatch.data.store.pipeline import prepare
     from randombatch.data.store.sources import open_source
-    from randombatch.data.store.verify import verify
     from randombatch.data.store.write import from_data, write_store
 
 __all__ = ["Store", "from_data", "is_store", "open_source", "prepare", "verify", "write_store"]
 
+# Not named like what they hold: a module that is imported first would take the name.
 _HOMES = {
     "from_data": "write",
     "open_source": "sources",
-    "prepare": "prepare",
-    "verify": "verify",
+    "prepare": "pipeline",
+    "verify": "checks",
     "write_store": "write",
 }
 

@@ -93,9 +93,9 @@ def prepare(
     """
     tables = {"x": x, "y": y, "train": train, "val": val, "test": test}
     try:
+        from randombatch.data.store import open_source
+        from randombatch.data.store import prepare as run
         from randombatch.data.store.budget import parse_size
-        from randombatch.data.store.prepare import prepare as run
-        from randombatch.data.store.sources import open_source
 
         if output is not None and not output.absolute().parent.is_dir():
             raise DataError(f"--json: the folder {output.parent} does not exist")
@@ -109,8 +109,10 @@ def prepare(
             )  # fmt: skip
         if output is not None:
             write_json(output, result)
-    except (DataError, ModuleNotFoundError) as error:
-        _refuse(str(error))
+    except (ValueError, ModuleNotFoundError) as error:
+        _refuse(" ".join(str(error).split()))
+    except MemoryError:
+        _refuse("out of memory: this source is read whole, or --max-memory is more than there is")
     except OSError as error:
         _refuse(f"cannot read or write {error.filename or store}: {error.strerror or error}")
     except KeyboardInterrupt:
@@ -141,6 +143,8 @@ def _tell(result: dict[str, Any], store: Path, limit: int) -> None:
         f"self-loops, {removed['duplicates']:,} duplicates) in {row['seconds']:.1f} s, {row['edges_per_s'] / 1e6:.2f} "
         f"million edges/s, peak memory {size(row['peak_bytes'])}", highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if row["resumed"]:
+        console.print("resumed: the time of stages that were cut short is not counted", highlight=False)
     if removed["bad_lines"]:
         console.print(f"{removed['bad_lines']:,} bad lines left out", highlight=False)
     if row["peak_bytes"] > limit:
@@ -161,7 +165,7 @@ def verify(
         randombatch verify papers --json findings.json
     """
     try:
-        from randombatch.data.store.verify import verify as check
+        from randombatch.data.store import verify as check
 
         with Stages(quiet) as advance:
             problems = check(store, advance)

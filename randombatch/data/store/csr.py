@@ -95,7 +95,9 @@ def group(task: Callable[[], EdgeChunk], keys: Keys, both: bool) -> Grouped:
     return Grouped(found, starts, edges.shape[1], loops, chunk)
 
 
-def partition(source: Source, keys: Keys, plan: Plan, both: bool, skip_bad: bool, work: Workspace, advance: Advance):
+def partition(
+    source: Source, keys: Keys, plan: Plan, both: bool, skip_bad: bool, work: Workspace, advance: Advance
+) -> dict[str, Any]:
     """The first pass; its state when done: edges, self_loops, bad lines, bytes of each bucket."""
     state = work.stage("partition") or {
         "chunks": 0, "edges": 0, "self_loops": 0, "lines": 0, "bad": 0, "first_bad": "", "done": False,

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from randombatch.data.raw import Raw
-from randombatch.data.store.prepare import prepare
+from randombatch.data.store.pipeline import prepare
 from randombatch.data.store.sources.memory import MemorySource, raw_of_data
 from randombatch.data.store.store import Store
 
