@@ -203,6 +203,17 @@ def test_resumed_under_another_budget(interrupted: Path, monkeypatch: pytest.Mon
     equal(Store.open(interrupted), data.load("synthetic", **SIZES))
 
 
+def test_a_refusal_at_the_start_keeps_earlier_work(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Plan:
+        raise data.DataError("too small")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "of", classmethod(refuse))
+        with pytest.raises(data.DataError, match="too small"):
+            prepare(open_source("synthetic", **SIZES), interrupted)
+    assert prepare(open_source("synthetic", **SIZES), interrupted)["rows"][0]["resumed"]
+
+
 def test_two_at_a_time(tmp_path: Path) -> None:
     work = Workspace(tmp_path / "s", {})
     with work.opened():

@@ -55,7 +55,9 @@ class Workspace:
             self._take()
             yield self
         except DataError:
-            self.discard()
+            # What was refused before it went on (too little memory now) leaves earlier work as it is.
+            if not self.resumed or self._noted:
+                self.discard()
             raise
         except OSError as error:
             if error.errno in FULL:
