@@ -25,6 +25,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
+from randombatch.data.store import commands as store_commands
 from randombatch.report.tables import (
     print_attention,
     print_comparison,
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+store_commands.register(app)
 console = Console()
 SECONDS_OF_SILENCE = 1.0
 # What typer raises for an option that it does not know; it exports only this subclass.
@@ -120,7 +122,7 @@ def _help(text: str) -> Any:
 
 
 Recipe = Annotated[str | None, typer.Argument(help="A recipe's name or the path of a .toml file.")]
-Dataset = Annotated[str | None, _help("A known name, or the path of a .npz file.")]
+Dataset = Annotated[str | None, _help("A known name, or the path of a .npz file or a store.")]
 Batch = Annotated[int | None, _help("p of random-batch attention.")]
 Model = Annotated[str | None, _help("sgformer, pyg-sgformer, pyg-polynormer or pyg-gps.")]
 Hidden = Annotated[int | None, _help("Width of the model.")]
@@ -145,7 +147,7 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
     changes |= dict(parse_assignment(text) for text in settings or [])
     if dataset := changes.get("data.dataset"):
         # The job must find it from another folder too.
-        changes["data.dataset"] = str(Path(dataset).absolute()) if Path(dataset).is_file() else dataset
+        changes["data.dataset"] = str(Path(dataset).absolute()) if _is_path(dataset) else dataset
     other = changes.get("model.name", config.model.name)
     if other != config.model.name:
         from randombatch.models.peers import known_options
@@ -158,6 +160,12 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
             print(f"{other} has no {', '.join(dropped)}: left out", file=sys.stderr)
         return config
     return config.replace(**changes)
+
+
+def _is_path(dataset: str) -> bool:
+    from randombatch.data.store import is_store
+
+    return Path(dataset).is_file() or is_store(dataset)
 
 
 def _name(recipe: str | None, config: Config) -> str:

@@ -47,10 +47,10 @@ class Peak:
                     file.write("5")
             except OSError:
                 self._exact = False
-        self._start = _status("VmRSS") if self._exact else _highest()
+        self._start = _status("VmRSS") if self._exact else highest_resident()
 
     def total(self) -> int:
-        return _status("VmHWM") if self._exact else _highest()
+        return _status("VmHWM") if self._exact else highest_resident()
 
     def growth(self) -> int:
         return self.total() - self._start
@@ -64,7 +64,24 @@ def _status(key: str) -> int:
     raise OSError(f"/proc/self/status has no {key}")
 
 
-def _highest() -> int:
+def resident_anonymous() -> int | None:
+    """Resident memory that is no mapped file's (page cache apart); None where the system does not tell."""
+    try:
+        return _status("RssAnon")
+    except OSError:
+        return None
+
+
+def available_memory() -> int | None:
+    """Memory that programs can still get without swapping; None where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def highest_resident() -> int:
     """The highest resident size since the process began: all that other systems tell."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -57,10 +57,11 @@ def signed64(z: int) -> int:
 
 def hash64(items: Tensor, seed: int) -> Tensor:
     """A 64-bit hash of each int64 item under a seed: splitmix64 on tensors, its shifts masked to logical ones."""
-    return _finish(items * signed64(_GOLDEN) + _start(seed))
+    return _finish(items * signed64(_GOLDEN) + hash_start(seed))
 
 
-def _start(seed: int) -> int:
+def hash_start(seed: int) -> int:
+    """What the seed adds to every multiplied item."""
     return signed64(_mix((seed + _GOLDEN) & _MASK64))
 
 
@@ -77,7 +78,7 @@ def sorted_order(n: int, seed: int, device: torch.device | None = None) -> Tenso
 
 def sorted_orders(n: int, seeds: Sequence[int], device: torch.device | None = None) -> Tensor:
     """`sorted_order` of many seeds, one row each."""
-    starts = torch.tensor([_start(seed) for seed in seeds], dtype=torch.int64, device=device)
+    starts = torch.tensor([hash_start(seed) for seed in seeds], dtype=torch.int64, device=device)
     hashes = _finish(torch.arange(n, device=device) * signed64(_GOLDEN) + starts[:, None])
     return torch.argsort(hashes, dim=1, stable=True)
 

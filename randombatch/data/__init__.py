@@ -1,4 +1,4 @@
-"""Graphs to train on: known names, `.npz` files, OGB's raw files, generators."""
+"""Graphs to train on: known names, `.npz` files, stores, OGB's raw files, generators."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,10 +12,12 @@ from randombatch.data.graph import EDGES, DataError, Graph
 from randombatch.data.options import one_of, suggestion, whole
 from randombatch.data.raw import FEATURE_NORMS, Raw, as_tensor, build, check_labels, metric_name, shape
 from randombatch.data.splits import class_masks, random_masks
+from randombatch.data.store.store import is_store
 
 __all__ = ["DataError", "Graph", "load", "names"]
 
 SPLITS = ("stored", "fixed", "class", "random")
+SPLIT_SEED = 123
 SPLIT_OPTIONS = {"class": ("per_class", "num_val", "num_test"), "random": ("train_fraction", "val_fraction")}
 
 _GENERATED: dict[str, tuple[Callable[..., Raw], tuple[str, ...]]] = {
@@ -40,7 +42,7 @@ def load(
     root: str | Path | None = None,
     edges: str = "symmetric",
     split: str = "stored",
-    split_seed: int = 123,
+    split_seed: int = SPLIT_SEED,
     num_splits: int | None = None,
     metric: str | None = None,
     feature_norm: str = "none",
@@ -49,7 +51,7 @@ def load(
     """Read or make a graph, check it, and prepare its edges and splits.
 
     Args:
-        dataset: a name out of `names()`, a `.npz` file, or one of OGB's raw archives or folders.
+        dataset: a name out of `names()`, a `.npz` file, a store, or one of OGB's raw archives or folders.
         root: folder of raw files, where absent ones are downloaded to; default RANDOMBATCH_DATA or
             ~/.cache/randombatch. `root/NAME.npz` stands in for the download of NAME.
         edges: "symmetric" adds the reverse of every stored arc, "directed" keeps them; both drop self-loops and
@@ -85,15 +87,20 @@ def load(
     return graph
 
 
+def read_raw(dataset: str, *, root: str | Path | None = None, **options) -> Raw:
+    """What a source holds, with the splits that it has, before it is checked."""
+    return _read(dataset, root, "stored", SPLIT_SEED, options)
+
+
 def _read(dataset: str, root: str | Path | None, split: str, split_seed: int, options: dict) -> Raw:
     name = dataset.lower().replace("_", "-")
     name = _ALIASES.get(name, name)
     if name in _GENERATED:
         read, known = _GENERATED[name]
-        _check_options(options, known, name, split)
+        check_options(options, known, name, split)
         return read(**options)
     if name in _STORED:
-        _check_options(options, (), name, split)
+        check_options(options, (), name, split)
         folder = data_root(root)
         file = find(folder, (f"{name}.npz", f"{name.replace('-', '_')}.npz"))
         if file is not None:
@@ -102,8 +109,13 @@ def _read(dataset: str, root: str | Path | None, split: str, split_seed: int, op
             return pokec.read(name, folder, split="fixed" if split == "stored" else split, split_seed=split_seed)
         return _STORED[name](name, folder)
     path = Path(dataset).expanduser()
+    if is_store(path):
+        from randombatch.data.store.whole import read_store
+
+        check_options(options, (), path.name, split)
+        return read_store(path)
     _check_path(path, dataset)
-    _check_options(options, (), path.name, split)
+    check_options(options, (), path.name, split)
     return ogb.read_path(path) if path.suffix != ".npz" and ogb.is_ogb(path) else npz.read(path)
 
 
@@ -111,17 +123,21 @@ def _check_path(path: Path, dataset: str) -> None:
     if path.suffix == ".npz" or path.is_file() or (path.is_dir() and ogb.is_ogb(path)):
         return
     if path.is_dir():
-        raise DataError(f"{path} is a folder without {ogb.MARK}: give a .npz file or a known name")
+        raise DataError(
+            f"{path} is a folder without {ogb.MARK} or graph.json: give a .npz file, a store or a known name"
+        )
     known = names()
     if dataset.lower() == "ogbn-papers100m":
-        raise DataError("ogbn-papers100M does not fit into memory, and this version has no on-disk store for it yet")
+        raise DataError(
+            "ogbn-papers100M does not fit into memory: `randombatch prepare ogbn-papers100M STORE`, then give STORE"
+        )
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"there is no file {path}: give a .npz file or one of {', '.join(known)}")
     hint = suggestion(dataset, known) or f": known are {', '.join(known)}, or give a .npz file"
     raise DataError(f"unknown data set {dataset!r}{hint}")
 
 
-def _check_options(options: dict, known: tuple[str, ...], name: str, split: str) -> None:
+def check_options(options: dict, known: tuple[str, ...], name: str, split: str) -> None:
     for option in options:
         if option in known:
             continue

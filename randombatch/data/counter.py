@@ -22,7 +22,7 @@ def integers(index: Tensor, seed: int, high: int | Tensor) -> Tensor:
 
 
 @functools.cache
-def _quantiles() -> Tensor:
+def quantiles() -> Tensor:
     """The normal distribution in 65,536 equally likely values, up to 4.3 standard deviations."""
     return torch.special.ndtri((torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)).float()
 
@@ -32,4 +32,4 @@ def normal(start: int, stop: int, columns: int, seed: int) -> Tensor:
     words = -(-columns // 4)
     h = hash64(torch.arange(start * words, stop * words), seed)
     index = ((h.unsqueeze(1) >> torch.tensor([0, 16, 32, 48])) & 0xFFFF).view(-1)
-    return _quantiles().index_select(0, index).view(stop - start, words * 4)[:, :columns]
+    return quantiles().index_select(0, index).view(stop - start, words * 4)[:, :columns]

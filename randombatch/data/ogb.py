@@ -9,10 +9,8 @@ Text is parsed 16 MB at a time, so that memory is little more than the arrays th
 edges or 12 million feature values a second.
 """
 
-import gzip
 import io
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -24,6 +22,7 @@ from randombatch.data.files import fetch, find
 from randombatch.data.graph import DataError
 from randombatch.data.raw import Raw, check_edges
 from randombatch.data.splits import masks_of
+from randombatch.data.text import blocks_of_lines
 
 NAMES = ("ogbn-arxiv", "ogbn-products")
 URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
@@ -35,14 +34,19 @@ Opener = Callable[[str], IO[bytes]]
 
 
 def read(name: str, root: Path) -> Raw:
-    """From `root/arxiv.zip` or the folders `arxiv`, `ogbn_arxiv`, `ogbn-arxiv` there; else downloaded."""
+    """The graph of that name, see `locate`."""
+    return read_path(locate(name, root), name)
+
+
+def locate(name: str, root: Path) -> Path:
+    """`root/arxiv.zip` or one of the folders `arxiv`, `ogbn_arxiv`, `ogbn-arxiv` there; else downloaded."""
     short = name.removeprefix("ogbn-")
     folders = (short, name.replace("-", "_"), name)
     path = find(root, [f"{folder}/{MARK}" for folder in folders])
     if path is not None:
-        return read_path(path.parents[1], name)
+        return path.parents[1]
     archive = find(root, [f"{short}.zip", *(f"{folder}/{short}.zip" for folder in folders)])
-    return read_path(archive or fetch(URL.format(short), root / f"{short}.zip"), name)
+    return archive or fetch(URL.format(short), root / f"{short}.zip")
 
 
 def is_ogb(path: Path) -> bool:
@@ -60,10 +64,7 @@ def read_path(path: Path, name: str | None = None) -> Raw:
         raise DataError(f"{path} is not a zip file: fetch it again")
     with zipfile.ZipFile(path) as archive:
         members = archive.namelist()
-        for member in members:
-            parts = PurePosixPath(member.replace("\\", "/")).parts
-            if ".." in parts or member.startswith(("/", "\\")) or ":" in member:
-                raise DataError(f"{path} holds the member {member!r}, which points outside its folder: do not trust it")
+        check_members(members, path)
         prefix = next((member.removesuffix(MARK) for member in members if member.endswith(MARK)), None)
         if prefix is None:
             raise DataError(f"{path} is not one of OGB's raw archives: it has no {MARK}")
@@ -71,8 +72,16 @@ def read_path(path: Path, name: str | None = None) -> Raw:
         return _read(name, lambda member: archive.open(prefix + member), names, path)
 
 
+def check_members(members: list[str], path: Path) -> None:
+    """Refuse names that point outside of the folder."""
+    for member in members:
+        parts = PurePosixPath(member.replace("\\", "/")).parts
+        if ".." in parts or member.startswith(("/", "\\")) or ":" in member:
+            raise DataError(f"{path} holds the member {member!r}, which points outside its folder: do not trust it")
+
+
 def _read(name: str, opener: Opener, names: list[str], where: Path) -> Raw:
-    reader = _Reader(opener, names, where)
+    reader = Reader(opener, names, where)
     num_nodes = reader.count("raw/num-node-list.csv.gz")
     num_edges = reader.count("raw/num-edge-list.csv.gz")
     scheme = reader.scheme()
@@ -83,7 +92,7 @@ def _read(name: str, opener: Opener, names: list[str], where: Path) -> Raw:
     return Raw(name=name, x=x, edge_index=edges, y=y, masks=masks_of((train, val, test), num_nodes), default_splits=1)
 
 
-class _Reader:
+class Reader:
     """Members of one raw folder or archive."""
 
     def __init__(self, opener: Opener, names: list[str], where: Path) -> None:
@@ -103,21 +112,7 @@ class _Reader:
         """Whole lines, about 16 MB at a time."""
         if member not in self.names:
             raise DataError(f"{self.where} has no {member}: it is incomplete, fetch it again")
-        rest = b""
-        try:
-            with self.opener(member) as packed, gzip.open(packed) as file:
-                while block := file.read(SPAN):
-                    cut = block.rfind(b"\n") + 1
-                    if not cut and len(rest) > SPAN:
-                        raise DataError(f"{member} in {self.where} is not a table: a line is longer than {SPAN} bytes")
-                    if cut:
-                        yield rest + block[:cut]
-                        rest = b""
-                    rest += block[cut:]
-        except (EOFError, OSError, zlib.error, zipfile.BadZipFile, RuntimeError) as error:
-            raise DataError(f"{member} in {self.where} is damaged ({error}): fetch it again") from None
-        if rest.strip():
-            yield rest
+        yield from blocks_of_lines(lambda: self.opener(member), f"{member} in {self.where}", packed=True, span=SPAN)
 
     def blocks(self, member: str, dtype: type) -> Iterator[np.ndarray]:
         """Rows as arrays [n, columns]."""
@@ -167,17 +162,19 @@ class _Reader:
 
     def labels(self, member: str, num_nodes: int) -> np.ndarray:
         """Float64 [N]; empty lines and NaN mean unlabelled, -1."""
-        parts = [np.zeros(0)]
+        labels = np.concatenate([np.zeros(0), *self.label_blocks(member)])
+        self._fits(member, len(labels), num_nodes)
+        return labels
+
+    def label_blocks(self, member: str) -> Iterator[np.ndarray]:
         for text in self.texts(member):
             lines = [line.strip() or b"nan" for line in text.removesuffix(b"\n").split(b"\n")]
             try:
-                parts.append(np.array(lines).astype(np.float64))
+                labels = np.array(lines).astype(np.float64)
             except ValueError as error:
                 raise DataError(f"{member} in {self.where} must hold one label per line ({error})") from None
-        labels = np.concatenate(parts)
-        self._fits(member, len(labels), num_nodes)
-        labels[np.isnan(labels)] = -1
-        return labels
+            labels[np.isnan(labels)] = -1
+            yield labels
 
     def ids(self, member: str, num_nodes: int) -> torch.Tensor:
         ids = np.concatenate([np.zeros((0, 1), np.int64), *self.blocks(member, np.int64)]).reshape(-1)

@@ -4,6 +4,9 @@ The published protocol of SGFormer for cora, citeseer and pubmed is one class-ba
 used by all runs: `class_masks(y, num_splits=1)`. For deezer-europe and pokec it is one random split per run.
 """
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,14 +92,8 @@ def random_masks(
         )
     labelled = (y >= 0).nonzero().squeeze(1)
     items = labelled if ptr is None else torch.arange(ptr.numel() - 1)
-    # A hair more than the fraction, so that 0.07 of 100 is 7 although 0.07 * 100 is a little less.
-    num_train, num_val = (int(items.numel() * share + 1e-9) for share in (train_fraction, val_fraction))
-    if min(num_train, num_val, items.numel() - num_train - num_val) < 1:
-        what = "labelled nodes" if ptr is None else "graphs"
-        raise DataError(
-            f"`split` random needs at least one of the {items.numel()} {what} in each part, got {num_train} for "
-            f"training and {num_val} for validation: raise `train_fraction` or `val_fraction`"
-        )
+    what = "labelled nodes" if ptr is None else "graphs"
+    num_train, num_val = _part_sizes(items.numel(), train_fraction, val_fraction, what)
     masks = _empty(y.numel(), num_splits)
     for split in range(num_splits):
         order = shuffled(items, seed, split)
@@ -106,6 +103,37 @@ def random_masks(
         else:
             _fill(masks, split, *parts)
     return masks
+
+
+def random_parts(
+    num_labelled: int, seed: int, num_splits: int, train_fraction: float, val_fraction: float
+) -> Callable[[int, int], np.ndarray]:
+    """The splits of `random_masks` for a part of the labelled nodes at a time.
+
+    Returns:
+        A function of (start, stop): bool [3, n, S] of the labelled nodes number `start` to `stop`.
+    """
+    num_train, num_val = _part_sizes(num_labelled, train_fraction, val_fraction, "labelled nodes")
+    cuts = torch.tensor([num_train, num_train + num_val])
+    orders = [Permutation(num_labelled, fold_in(seed, split)) for split in range(num_splits)]
+
+    def draw(start: int, stop: int) -> np.ndarray:
+        rank = torch.arange(start, stop)
+        part = torch.stack([torch.searchsorted(cuts, order.positions(rank), right=True) for order in orders], 1)
+        return (part == torch.arange(3)[:, None, None]).numpy()
+
+    return draw
+
+
+def _part_sizes(count: int, train_fraction: float, val_fraction: float, what: str) -> tuple[int, int]:
+    # A hair more than the fraction, so that 0.07 of 100 is 7 although 0.07 * 100 is a little less.
+    num_train, num_val = (int(count * share + 1e-9) for share in (train_fraction, val_fraction))
+    if min(num_train, num_val, count - num_train - num_val) < 1:
+        raise DataError(
+            f"`split` random needs at least one of the {count} {what} in each part, got {num_train} for "
+            f"training and {num_val} for validation: raise `train_fraction` or `val_fraction`"
+        )
+    return num_train, num_val
 
 
 def masks_of(parts: tuple[Tensor, Tensor, Tensor], num_nodes: int) -> Masks:

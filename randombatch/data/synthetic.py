@@ -7,6 +7,7 @@ normal z_i: between two classes, about sqrt(2) apart, the noise has standard dev
 random node and ends, with probability `homophily`, at another node of the same class, else at one of another class.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -20,8 +21,8 @@ from randombatch.data.options import real, whole
 from randombatch.data.raw import Raw
 from randombatch.permutation import Permutation, fold_in
 
-# Streams of random numbers under one seed.
-_ORDER, _CENTRES, _NOISE, _START, _SAME, _END, _SPLIT = range(7)
+# Streams of random numbers under one seed; `data/store/sources/hashed.py` draws from the same.
+ORDER, CENTRES, NOISE, START, SAME, END, SPLIT = range(7)
 
 CHUNK = 1 << 16
 
@@ -65,29 +66,33 @@ class Synthetic:
 
     def nodes(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Features float32 [n, F] and labels int64 [n] of the nodes `start` to `stop`."""
-        position = self._permutation(_ORDER).positions(torch.arange(start, stop))
-        y = torch.searchsorted(self._bounds(), position, right=True) - 1
-        x = self._centres().index_select(0, y)
-        return x.add_(normal(start, stop, self.num_features, self._seed(_NOISE)), alpha=self.noise), y
+        y = self.labels(start, stop)
+        x = self.centres().index_select(0, y)
+        return x.add_(normal(start, stop, self.num_features, self.seed_of(NOISE)), alpha=self.noise), y
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        """Labels int64 [n] of the nodes `start` to `stop`."""
+        position = self.permutation(ORDER).positions(torch.arange(start, stop))
+        return torch.searchsorted(self.bounds(), position, right=True) - 1
 
     def pairs(self, start: int, stop: int) -> Tensor:
         """The drawn pairs `start` to `stop`, int64 [2, n]: each edge once, no self-loops, rarely a duplicate."""
         index = torch.arange(start, stop)
-        source = integers(index, self._seed(_START), self.num_nodes)
-        bounds = self._bounds()
+        source = integers(index, self.seed_of(START), self.num_nodes)
+        bounds = self.bounds()
         own = torch.searchsorted(bounds, source, right=True) - 1
         first, size = bounds[own], bounds.diff()[own]
-        same = uniform(index, self._seed(_SAME)) < self.homophily
-        step = integers(index, self._seed(_END), torch.where(same, size - 1, self.num_nodes - size))
+        same = uniform(index, self.seed_of(SAME)) < self.homophily
+        step = integers(index, self.seed_of(END), torch.where(same, size - 1, self.num_nodes - size))
         # Steps of 1 to size - 1 around the own class, or counted onwards from the end of the own class.
         inside = first + (source - first + 1 + step) % size
         outside = (first + size + step) % self.num_nodes
-        order = self._permutation(_ORDER)
+        order = self.permutation(ORDER)
         return torch.stack([order.items(source), order.items(torch.where(same, inside, outside))])
 
     def part(self, start: int, stop: int) -> Tensor:
         """0 = train (60 %), 1 = validation (20 %), 2 = test of the nodes `start` to `stop`, int64 [n]."""
-        position = self._permutation(_SPLIT).positions(torch.arange(start, stop))
+        position = self.permutation(SPLIT).positions(torch.arange(start, stop))
         cuts = torch.tensor([self.num_nodes * 6 // 10, self.num_nodes * 8 // 10])
         return torch.searchsorted(cuts, position, right=True)
 
@@ -96,17 +101,23 @@ class Synthetic:
         text = f"{asdict(self)} {feature_norm}"
         return _name(f"synthetic graph {text}"), _name(f"synthetic split {text}")
 
-    def _seed(self, stream: int) -> int:
+    def seed_of(self, stream: int) -> int:
         return fold_in(self.seed, stream)
 
-    def _permutation(self, stream: int) -> Permutation:
-        return Permutation(self.num_nodes, self._seed(stream))
+    def permutation(self, stream: int) -> Permutation:
+        return _permutation(self.num_nodes, self.seed_of(stream))
 
-    def _bounds(self) -> Tensor:
+    def bounds(self) -> Tensor:
         return torch.arange(self.classes + 1) * self.num_nodes // self.classes
 
-    def _centres(self) -> Tensor:
-        return torch.nn.functional.normalize(normal(0, self.classes, self.num_features, self._seed(_CENTRES)))
+    def centres(self) -> Tensor:
+        return torch.nn.functional.normalize(normal(0, self.classes, self.num_features, self.seed_of(CENTRES)))
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(n: int, seed: int) -> Permutation:
+    """One for all pieces: its tables take longer to make than a small piece."""
+    return Permutation(n, seed)
 
 
 def _name(text: str) -> str:

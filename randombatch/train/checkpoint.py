@@ -7,12 +7,14 @@ checkpoint stays until the next one is complete. Nothing is ever unpickled.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
+
+from randombatch.atomic import write_atomically as write_atomically
+from randombatch.atomic import write_json as write_json
 
 T = TypeVar("T")
 FORMAT = "randombatch-checkpoint-1"
@@ -21,37 +23,6 @@ KEEP = 2
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, and why, in one line."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside, flush to the disk, rename: at every moment the file is the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself durable, where folders can be opened."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Indented JSON, atomically."""
-    write_atomically(path, (json.dumps(data, indent=2) + "\n").encode())
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> str:

@@ -1,0 +1,37 @@
+"""Files that are whole or absent, never in between."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside, flush to the disk, rename: at every moment the file is the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the rename itself durable, where folders can be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Indented JSON, atomically."""
+    write_atomically(path, (json.dumps(data, indent=2) + "\n").encode())

@@ -1,0 +1,78 @@
+"""Graphs that are in memory already: arrays, tensors, a `Data` of PyTorch Geometric, or what a small source read."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from randombatch.data.graph import DataError
+from randombatch.data.raw import MASKS, Raw, as_tensor, check_masks
+from randombatch.data.store.sources.base import EdgeChunk, Source
+from randombatch.data.store.sources.stored import give
+
+
+class MemorySource(Source):
+    """The arrays of a `Raw`, read slice by slice: nothing is copied whole."""
+
+    def __init__(self, raw: Raw, where: str = "memory") -> None:
+        if raw.ptr is not None:
+            raise DataError(f"{raw.name} is many graphs: a store holds one")
+        self.raw, self.name, self.where = raw, raw.name, where
+        self._x, self._edges, self._y = (
+            as_tensor(values, what).detach().cpu()
+            for values, what in ((raw.x, "x"), (raw.edge_index, "edge_index"), (raw.y, "y"))
+        )
+        x, edges, y = self._x, self._edges, self._y
+        if x.dim() != 2 or not x.numel():
+            raise DataError(f"`x` must be [nodes, features] with at least one of each, got {list(x.shape)}")
+        if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():
+            raise DataError(f"`edge_index` must be integers [2, edges], got {edges.dtype} {list(edges.shape)}")
+        if y.numel() != x.size(0) or y.dim() not in (1, 2):
+            raise DataError(f"`y` must be [{x.size(0)}], one label for each row of `x`, got {list(y.shape)}")
+        self.num_nodes, self.num_features = x.shape
+        self.edge_bound, self.num_classes = edges.size(1), raw.num_classes
+        self.metric, self.warnings = raw.metric, raw.warnings
+        self.fractions, self.default_splits = raw.fractions, raw.default_splits
+        self.feature_dtype = "float16" if str(x.dtype) == "torch.float16" else "float32"
+        self._parts = None if raw.masks is None else [m.numpy() for m in check_masks(raw.masks, y.view(-1).long())]
+        self.identity = {"content": self._digest()}
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for values in (self._x, self._edges, self._y, *(self._parts or ())):
+            digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
+
+    def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
+        for start in range(first * size, self.edge_bound, size):
+            yield partial(EdgeChunk, self._edges[:, start : start + size].numpy(), first=start)
+
+    def features(self, size: int, first: int = 0) -> Iterator[Callable[[], np.ndarray]]:
+        for start in range(first * size, self.num_nodes, size):
+            yield partial(give, self._x[start : start + size].numpy())
+
+    def labels(self, size: int) -> Iterator[np.ndarray]:
+        for start in range(0, self.num_nodes, size):
+            yield self._y[start : start + size].numpy().reshape(-1)
+
+    def masks(self, size: int) -> Iterator[np.ndarray] | None:
+        return None if self._parts is None else self._masks_of(self._parts, size)
+
+    def _masks_of(self, parts: list[np.ndarray], size: int) -> Iterator[np.ndarray]:
+        for start in range(0, self.num_nodes, size):
+            yield np.stack([part[start : start + size] for part in parts])
+
+
+def raw_of_data(data: Any, name: str) -> Raw:
+    """A `Raw` of a `torch_geometric.data.Data` with x, edge_index, y and, if it has them, masks."""
+    missing = [key for key in ("x", "edge_index", "y") if getattr(data, key, None) is None]
+    if missing:
+        raise DataError(f"the Data must have x, edge_index and y, it has no {', '.join(missing)}")
+    masks: list[Any] = [getattr(data, key, None) for key in MASKS]
+    lacking = [key for key, mask in zip(MASKS, masks, strict=True) if mask is None]
+    if lacking and len(lacking) < len(MASKS):
+        raise DataError(f"the Data must have all of {', '.join(MASKS)} or none, it has no {', '.join(lacking)}")
+    return Raw(name=name, x=data.x, edge_index=data.edge_index, y=data.y, masks=None if lacking else masks)

@@ -1,0 +1,168 @@
+"""Edge lists with features, labels and splits in files of their own.
+
+A folder with `edges`, `x`, `y` and, if there are splits, `train`, `val`, `test`, each `.npy`, `.csv`, `.tsv` or `.txt`,
+text also compressed (`.gz`). Edges are lines of two ids; further columns are ignored, lines that begin with # or % are
+comments. `x` has one row per node, `y` one label (empty or nan: none), a part one id per line.
+"""
+
+import gzip
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from randombatch.data.graph import DataError
+from randombatch.data.store import kernels
+from randombatch.data.store.layout import PARTS
+from randombatch.data.store.sources.archive import identity, npy_file, readable
+from randombatch.data.store.sources.base import EdgeChunk, Source
+from randombatch.data.store.sources.stored import IdMasks, give
+from randombatch.data.text import blocks_of_lines
+
+SUFFIXES = (".npy", *(kind + packed for kind in (".csv", ".tsv", ".txt") for packed in ("", ".gz")))
+SPAN = 1 << 22
+
+
+def find_table(folder: Path, stem: str) -> Path | None:
+    """The one file of that name, whatever its ending."""
+    found = [path for path in (folder / f"{stem}{suffix}" for suffix in SUFFIXES) if path.is_file()]
+    if len(found) > 1:
+        raise DataError(f"{folder} has both {found[0].name} and {found[1].name}: keep one")
+    return found[0] if found else None
+
+
+class TableSource(Source):
+    """Files of one folder, or each given by its path."""
+
+    def __init__(self, edges: Path, x: Path, y: Path, parts: list[Path] | None, name: str) -> None:
+        self.name, self.where = name, str(edges)
+        self._edges, self._x, self._y, self._parts = edges, x, y, parts
+        for path in (edges, x, y, *(parts or ())):
+            if not path.is_file():
+                raise DataError(f"there is no file {path}")
+            if not path.name.endswith(SUFFIXES):
+                raise DataError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+        self.identity = identity(edges, x, y, *(parts or ()))
+        self.num_nodes, self.num_features = self._shape()
+        self.edge_bound = self._count_edges()
+        # Blocks of text with what they become, and one byte per node for the split.
+        self.held_bytes = 24 * SPAN + (self.num_nodes if parts else 0)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "TableSource":
+        found = {stem: find_table(folder, stem) for stem in ("edges", "x", "y", *PARTS)}
+        missing = [stem for stem in ("edges", "x", "y") if found[stem] is None]
+        parts = [path for stem in PARTS if (path := found[stem]) is not None]
+        if parts and len(parts) < len(PARTS):
+            missing += [stem for stem in PARTS if found[stem] is None]
+        if missing:
+            raise DataError(f"{folder} must hold {', '.join(missing)} with one of the endings {', '.join(SUFFIXES)}")
+        edges, x, y = (found[stem] for stem in ("edges", "x", "y"))
+        assert edges is not None
+        assert x is not None
+        assert y is not None
+        return cls(edges, x, y, parts or None, folder.resolve().name)
+
+    def _shape(self) -> tuple[int, int]:
+        if self._x.suffix == ".npy":
+            shape = npy_file(self._x).shape
+            if len(shape) != 2 or 0 in shape:
+                raise DataError(f"{self._x} must be [nodes, features] with at least one of each, got {list(shape)}")
+            return shape[0], shape[1]
+        rows = columns = 0
+        for text in _texts(self._x):
+            columns = (
+                columns or np.loadtxt(io.BytesIO(_commas(text.split(b"\n", 1)[0])), str, delimiter=",", ndmin=1).size
+            )
+            rows += text.count(b"\n") + (not text.endswith(b"\n"))
+        if not rows:
+            raise DataError(f"{self._x} must hold one line of features per node, got none")
+        return rows, columns
+
+    def _count_edges(self) -> int:
+        """Exact for arrays; for text about, from the length of its first lines."""
+        if self._edges.suffix == ".npy":
+            array = npy_file(self._edges)
+            if len(array.shape) != 2 or array.shape[0] != 2 or array.dtype.kind not in "iu":
+                raise DataError(f"{self._edges} must be integers [2, edges], got {array.dtype} {list(array.shape)}")
+            return array.shape[1]
+        text = next(_texts(self._edges), b"")
+        lines = text.count(b"\n") + 1
+        if len(text) < SPAN // 2:
+            return lines
+        length = self._edges.stat().st_size
+        if self._edges.suffix == ".gz":
+            sample = text[: 1 << 18]
+            length = length * len(sample) // len(gzip.compress(sample))
+        return round(1.1 * lines * length / len(text))
+
+    def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
+        if self._edges.suffix == ".npy":
+            for number, edges in enumerate(npy_file(self._edges).pairs(size, first), first):
+                yield partial(EdgeChunk, edges, first=number * size)
+            return
+        for text in itertools.islice(_texts(self._edges), first, None):
+            yield partial(self._parsed, text)
+
+    def _parsed(self, text: bytes) -> EdgeChunk:
+        edges = np.empty((2, len(text) // 4 + 1), np.int64)
+        count, lines, bad, first, where = kernels.parse_edges(np.frombuffer(text, np.uint8), self.num_nodes, edges)
+        shown = text[where : where + 60].split(b"\n", 1)[0].decode(errors="replace").strip()
+        return EdgeChunk(edges[:, :count], lines=lines, bad=bad, first_bad=(first, shown))
+
+    def features(self, size: int, first: int = 0) -> Iterator[Callable[[], np.ndarray]]:
+        if self._x.suffix == ".npy":
+            for block in npy_file(self._x).rows(size, first):
+                yield partial(give, block)
+            return
+        for text in itertools.islice(_texts(self._x), first, None):
+            yield partial(_numbers, text, self._x)
+
+    def labels(self, size: int) -> Iterator[np.ndarray]:
+        if self._y.suffix == ".npy":
+            for block in npy_file(self._y).rows(size):
+                yield block.reshape(-1)
+            return
+        for text in _texts(self._y):
+            lines = [line.strip() or b"nan" for line in text.removesuffix(b"\n").split(b"\n")]
+            try:
+                labels = np.array(lines).astype(np.float64)
+            except ValueError as error:
+                raise DataError(f"{self._y} must hold one label per line ({error})") from None
+            yield np.where(np.isnan(labels), -1.0, labels)
+
+    def masks(self, size: int) -> Iterator[np.ndarray] | None:
+        if self._parts is None:
+            return None
+        return IdMasks([self._ids(path) for path in self._parts], self.num_nodes).pieces(size)
+
+    def _ids(self, path: Path) -> np.ndarray:
+        if path.suffix == ".npy":
+            blocks = list(npy_file(path).rows(1 << 20))
+        else:
+            blocks = [_numbers(text, path) for text in _texts(path)]
+        ids = np.concatenate([np.zeros(0, np.int64), *(block.reshape(-1) for block in blocks)])
+        bad = (ids < 0) | (ids >= self.num_nodes) | (ids != np.round(ids))
+        if bad.any():
+            raise DataError(f"{path} must hold ids from 0 to {self.num_nodes - 1}, got {ids[bad][0]:g}")
+        return ids.astype(np.int64)
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    with readable(str(path)):
+        yield from blocks_of_lines(lambda: path.open("rb"), str(path), path.suffix == ".gz", SPAN)
+
+
+def _commas(text: bytes) -> bytes:
+    """Columns set apart by commas, whatever they were set apart by."""
+    return b"\n".join(b",".join(line.split()) for line in text.split(b"\n")) if b"," not in text else text
+
+
+def _numbers(text: bytes, path: Path) -> np.ndarray:
+    try:
+        return np.loadtxt(io.BytesIO(_commas(text)), np.float64, delimiter=",", comments=None, ndmin=2)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
