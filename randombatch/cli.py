@@ -32,6 +32,7 @@ from randombatch.report.tables import (
     print_convergence,
     print_epoch,
     print_particles,
+    print_ranks,
     print_training,
 )
 from randombatch.train.checkpoint import CheckpointError, write_atomically, write_json
@@ -241,7 +242,7 @@ def train(
         randombatch train cora --set model.gnn_num_layers=3 --set train.patience=50
         torchrun --nproc-per-node 2 -m randombatch train --dataset graph.npz --set train.partition=metis
     """
-    from randombatch.machine import keep_memory
+    from randombatch.attention.recycled import recycle_memory
     from randombatch.train import job
     from randombatch.train.progress import Display
     from randombatch.train.team import join, restarted
@@ -255,7 +256,7 @@ def train(
     with _clear_errors():
         config = _config(recipe, flags, settings)
         folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
-        keep_memory()
+        recycle_memory()
         team = join(config.train.device, config.train.timeout)
         display = Display(quiet or not team.leader, title=config.model.attention)
         again = restarted() and (folder / "config.toml").exists()
@@ -472,6 +473,46 @@ def bench_particles(
         )  # fmt: skip
     result = _measure(measure.run, settings, output)
     print_particles(console, result)
+    if output is not None:
+        write_json(output, result)
+
+
+@bench.command("ranks")
+def bench_ranks(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, one thread each; 1 is what they are held against.")] = (
+        "1,2,4"
+    ),
+    nodes: Annotated[int, typer.Option(help="N; the default is ogbn-arxiv's.")] = 169_343,
+    edges: Annotated[int, typer.Option(help="Pairs of nodes.")] = 1_166_243,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="p.")] = 64,
+    homophily: Annotated[float, typer.Option(help="Share of edges inside a class of the synthetic graph.")] = 0.7,
+    partition: Annotated[str, typer.Option(help="contiguous or metis.")] = "contiguous",
+    turns: Annotated[int, typer.Option(help="Steps of each; the fastest counts.")] = 5,
+    weak: Annotated[bool, typer.Option(help="Also graphs that grow with the number of ranks.")] = True,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s of the network to predict for.")] = 12.5e9,
+    latency: Annotated[float, typer.Option(help="Seconds of a message there.")] = 20e-6,
+    memory: Annotated[int, typer.Option(help="Bytes per rank, for the table of what fits.")] = 1 << 30,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """One graph on many ranks: step, exchange, bytes sent, memory of each rank, and what other networks would give.
+
+    Also the layout of DataParallel, everything on the first rank and the attention scattered, in the same run.
+
+    Examples:
+
+        randombatch bench ranks --ranks 1,2 --json ranks.json
+        randombatch bench ranks --ranks 1,2,4 --partition metis --homophily 0.9
+    """
+    from randombatch.bench import ranks as measure
+
+    with _clear_errors():
+        settings = measure.Settings(
+            ranks=_integers(ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size, homophily=homophily,
+            partition=partition, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency, memory=memory,
+        )  # fmt: skip
+    result = _measure(measure.run, settings, output)
+    print_ranks(console, result)
     if output is not None:
         write_json(output, result)
 

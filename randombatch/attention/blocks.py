@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from randombatch.attention.recycled import recycled
 from randombatch.permutation import fold_in, hash64
 
 # Block of rows on an accelerator: large enough to fill it, small beside its memory.
@@ -49,8 +50,12 @@ def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
     """An output that will be written row by row in random order, for the first time.
 
     On Linux the kernel is asked to back it with huge pages: one page fault for 2 MB instead of 512, which is a fifth of
-    the whole step otherwise. Elsewhere, or if the kernel declines, it is an ordinary tensor.
+    the whole step otherwise. Elsewhere, or if the kernel declines, it is an ordinary tensor. A program may have them
+    recycled, see `recycle_memory`.
     """
+    again = recycled(shape, like)
+    if again is not None:
+        return again.zero_() if zero else again
     out = (torch.zeros if zero else torch.empty)(shape, dtype=like.dtype, device=like.device)
     if sys.platform == "linux" and out.device.type == "cpu" and out.nbytes >= 1 << 22 and not zero:
         page = os.sysconf("SC_PAGE_SIZE")

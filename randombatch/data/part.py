@@ -12,6 +12,9 @@ from randombatch.data.raw import normalise
 from randombatch.data.synthetic import Synthetic, edge_chunks
 from randombatch.distributed.shard import Shard
 
+# Rows of a synthetic graph made at a time.
+CHUNK = 1 << 13
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
@@ -82,8 +85,8 @@ def synthetic_part(recipe: Synthetic, shard: Shard, feature_norm: str = "none") 
         torch.empty(n, dtype=torch.int8),
     )
     low, high = int(rows[0]), int(rows[-1]) + 1
-    for start in range(low, high, 1 << 16):
-        stop = min(start + (1 << 16), high)
+    for start in range(low, high, CHUNK):
+        stop = min(start + CHUNK, high)
         inside = (rows >= start) & (rows < stop)
         chosen = rows[inside] - start
         features, labels = recipe.nodes(start, stop)

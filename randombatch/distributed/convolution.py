@@ -14,6 +14,9 @@ from torch import Tensor
 from randombatch.attention.blocks import new_rows
 from randombatch.distributed.shard import Flight, Shard
 
+# Share of a rank's rows from which on all of them are fetched.
+MOST = 0.9
+
 
 class ShardedAdjacency:
     """A^ = D^-1/2 (A + I) D^-1/2, the own rows; D counts incoming arcs and the self-loop.
@@ -64,9 +67,11 @@ class _Rows:
         rows, owner = shard.local(rows), shard.owner_of(columns)
         own = owner == shard.rank
         key = owner * shard.num_rows + columns
-        halo = key[~own].unique()
+        halo = _rounded_up(key[~own].unique(), shard)
         self.receive = torch.bincount(halo // shard.num_rows, minlength=shard.size).tolist()
         self.send, self.wanted = _agree(halo % shard.num_rows, self.receive, shard)
+        # Often every other rank needs every row: then there is nothing to choose.
+        self.everything = torch.equal(self.wanted, torch.arange(n))
         halo_scale = self._fetch(scale[:, None])[:, 0]
         loops = torch.arange(n)
         inner_rows = torch.cat([rows[own], loops])
@@ -79,7 +84,9 @@ class _Rows:
         self.inner, self.outer, self.wanted = (t.to(device) for t in (self.inner, self.outer, self.wanted))
 
     def _launch(self, x: Tensor) -> Flight:
-        packed = torch.index_select(x, 0, self.wanted, out=new_rows(x, len(self.wanted), x.shape[1]))
+        packed = x
+        if not self.everything:
+            packed = torch.index_select(x, 0, self.wanted, out=new_rows(x, len(self.wanted), x.shape[1]))
         return Flight(self.shard, packed, self.send, self.receive, self.shard.halo)
 
     def _fetch(self, x: Tensor) -> Tensor:
@@ -92,7 +99,21 @@ class _Rows:
         out = new_rows(x, len(self.shard), x.shape[1])
         torch.addmm(out, inner, x, beta=0, out=out)
         halo = flight.land()
-        return torch.addmm(out, outer, halo, out=out) if outer.shape[1] else out
+        if outer.shape[1]:
+            torch.addmm(out, outer, halo, out=out)
+        self.shard.release()
+        return out
+
+
+def _rounded_up(halo: Tensor, shard: Shard) -> Tensor:
+    """Keys of the halo; of a rank most of whose rows are in it, all rows: they need not be picked out."""
+    if shard.size != 2:
+        return halo
+    other = 1 - shard.rank
+    theirs = torch.arange(shard.bounds[other], shard.bounds[other + 1])
+    if shard.owner is not None:
+        theirs = (shard.owner == other).nonzero().squeeze(1)
+    return other * shard.num_rows + theirs if len(halo) > MOST * len(theirs) else halo
 
 
 def _agree(halo: Tensor, receive: list[int], shard: Shard) -> tuple[list[int], Tensor]:

@@ -86,12 +86,13 @@ class _Leg:
 
     def land(self) -> Tensor:
         assert self._flight is not None
-        rows, self._flight = self._flight.land(), None
+        flight, self._flight = self._flight, None
         if self.outward:
-            return rows
-        n = len(self.plan.shard)
-        home = new_rows(rows, n, rows.shape[1], zero=len(rows) < n)
-        put_rows(home, self.plan.rows, rows)
+            return flight.land()
+        there, n = self.plan.rows, len(self.plan.shard)
+        home = new_rows(flight.like, n, flight.like.shape[1], zero=len(there) < n)
+        for start, piece in flight.pieces():
+            put_rows(home, there[start : start + len(piece)], piece)
         return home
 
 
@@ -156,7 +157,7 @@ def in_batches(
         x: `(n, F)` own rows.
         compute: maps rows and the batches they form to results, row by row.
         shard: who owns what.
-        seed: of the division, the same on every rank.
+        seed: of the division; the first rank's counts, since all must divide alike.
         batch_size: p.
         ptr: boundaries of graphs among all rows, the same on every rank.
         mask: `(B, L)` with B L = N, True = valid, the same on every rank; other rows come out as zero.
@@ -166,17 +167,21 @@ def in_batches(
     """
     if shard.exchange == "local" and shard.size > 1:
         return compute(x, local_division(shard, int(seed), batch_size, ptr, mask))
-    division = divide_rows(shard.num_rows, seed, batch_size, ptr, None, mask)
+    division = divide_rows(shard.num_rows, shard.agree(seed), batch_size, ptr, None, mask)
     assert isinstance(division, Division)
     if shard.size == 1:
         return compute(x, division)
     there = plan(division, shard, x.device)
+    # Rows that others read directly travel only when they land: waiting would but keep them alive.
     land = launch_outward(x, there)
-    yield
+    if shard.direct is None:
+        yield
     rows = land()
     land = launch_home(compute(rows, there.batches), there)
     del rows
-    yield
+    shard.release()
+    if shard.direct is None:
+        yield
     return land()
 
 

@@ -102,7 +102,7 @@ class RandomBatchAttention(Draws, nn.Module):
             batch: graph number of each row of an `(N, F)` input, in any order.
             ptr: graph boundaries of an `(N, F)` input, from 0 to N.
             shard: which rows of the whole table this rank passes (and gets), as `(n, F)`; `mask` and `ptr` then
-                describe the whole table, on every rank alike. A seed is drawn on each rank: seed them alike.
+                describe the whole table, on every rank alike. The first rank's division counts.
         """
         ptr = check_rows(x, mask, batch, ptr) if shard is None else check_shard(x, mask, batch, ptr, shard)
         if x.shape[-1] != self.embed_dim:

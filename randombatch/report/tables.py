@@ -142,3 +142,36 @@ def print_particles(console: Console, result: dict[str, Any]) -> None:
         table.add_row(row["name"], *numbers, *times, row.get("path", ""), memory)
     console.print(table)
     print_ratios(console, result["ratios"])
+
+
+def print_ranks(console: Console, result: dict[str, Any]) -> None:
+    """`bench ranks`: measured, predicted, and what fits."""
+    s = result["settings"]
+    title = "N = {nodes:,}, {edges:,} edges, F = {hidden}, p = {batch_size}, {partition}, one thread per rank".format(
+        **s
+    )
+    table = Table("ranks", "step ms", "attention ms", "exchange ms", "waiting ms", "sent MB", "memory MB", title=title)
+    for row in result["rows"]:
+        sent = max(a + b for a, b in zip(row["attention_bytes"], row["halo_bytes"], strict=True))
+        memory = "-".join(f"{m / 1e6:.0f}" for m in sorted({min(row["growth_bytes"]), max(row["growth_bytes"])}))
+        times = (row["step_s"], row.get("attention_s"), row.get("exchange_s"), row["wait_s"])
+        table.add_row(row["name"], *("" if t is None else f"{1e3 * t:.1f}" for t in times), f"{sent / 1e6:.1f}", memory)
+    console.print(table)
+    network = result["network"]
+    console.print(
+        f"an all-to-all here: {1e6 * network['alpha_s']:.0f} us per peer + {1e9 * network['beta_s_per_byte']:.2f} ns "
+        f"per byte; memory is beyond that of the libraries",
+        highlight=False,
+    )
+    title = f"predicted at {s['bandwidth'] / 1e9:g} GB/s, {1e6 * s['latency']:g} us"
+    table = Table("ranks", "compute ms", "sending ms", "step ms", "if hidden ms", "speed-up", title=title)
+    for row in result["predicted"]:
+        times = (row["compute_s"], row["communication_s"], row["step_s"], row["overlapped_step_s"])
+        table.add_row(str(row["ranks"]), *(f"{1e3 * t:.2f}" for t in times), f"{row['speedup']:.1f}")
+    console.print(table)
+    title = f"what fits into {s['memory'] / 2**30:g} GiB per rank (from the memory measured)"
+    table = Table("ranks", "largest width", "most nodes", title=title)
+    for row in result["fits"]:
+        table.add_row(str(row["ranks"]), f"{row['largest_hidden']:,}", f"{row['most_nodes']:,}")
+    console.print(table)
+    print_ratios(console, result["ratios"])

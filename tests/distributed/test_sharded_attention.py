@@ -1,6 +1,7 @@
 """Attention on R ranks equals attention on one, values and gradients, for every way to describe the rows."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from randombatch import Division, RandomBatch, RandomBatchAttention, fold_in
 from randombatch.attention.projected import projected_attention
-from randombatch.distributed import Shard
+from randombatch.distributed import Shard, direct
 from randombatch.distributed.exchange import local_division, plan
 from randombatch.distributed.shard import even_bounds
 
@@ -52,11 +53,11 @@ def build(kind: str, batch_size: int) -> nn.Module:
     return RandomBatchAttention(WIDTH, heads, batch_size, kernel=kernel, dropout=dropout).double()
 
 
-def attend(group: Any, kind: str, n: int, batch_size: int, described: dict, owned: bool) -> tuple:
+def attend(group: Any, kind: str, n: int, batch_size: int, described: dict, owned: bool, read: bool = True) -> tuple:
     """Own rows of the output and of the input's gradient, and the parameters' gradients of this rank."""
     x, grad = table(n)
     size = 1 if group is None else torch.distributed.get_world_size(group)
-    shard = Shard(n, group, owner=random_owner(n, size) if owned else None)
+    shard = Shard(n, group, owner=random_owner(n, size) if owned else None, direct=read)
     layer = build(kind, batch_size)
     torch.manual_seed(7)
     own = x[shard.rows].requires_grad_()
@@ -117,6 +118,50 @@ def test_many_items_use_the_computed_permutation(ranks, kind: str) -> None:
     expected = alone(kind, 5003, 64, {})
     for size in (2, 3):
         assert_same(ranks(size, attend, kind, 5003, 64, {}, False), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_messages_where_memory_cannot_be_read(ranks, case: str) -> None:
+    n, batch_size, described = CASES[case]
+    expected = alone("softmax", n, batch_size, described)
+    for size in (2, 4):
+        assert_same(ranks(size, attend, "softmax", n, batch_size, described, False, False), expected)
+
+
+def seeds_differ(group: Any, n: int) -> tuple:
+    x, _ = table(n)
+    shard = Shard(n, group)
+    layer = build("softmax", 7)
+    torch.manual_seed(shard.rank)
+    return shard.rows, layer(x[shard.rows], shard=shard).detach()
+
+
+def test_the_first_rank_says_how_to_divide(ranks) -> None:
+    x, _ = table(50)
+    layer = build("softmax", 7)
+    torch.manual_seed(0)
+    expected = layer(x).detach()
+    parts = ranks(3, seeds_differ, 50)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), expected, rtol=1e-12, atol=1e-12)
+
+
+def readable(group: Any) -> tuple[bool, bool]:
+    """Whether ranks read each other, and whether all see it when one of them cannot."""
+    before = direct.between(group)
+    read = direct._read
+    if torch.distributed.get_rank(group) == 1:
+        direct._read = lambda *_: (-1, 1)
+    try:
+        return before is not None, direct.between(group) is not None
+    finally:
+        direct._read = read
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
+def test_all_ranks_read_or_none(ranks) -> None:
+    answers = ranks(3, readable)
+    assert len({one[0] for one in answers}) == 1
+    assert not any(one[1] for one in answers)
 
 
 def test_without_a_group_nothing_is_sent() -> None:
