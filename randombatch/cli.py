@@ -33,6 +33,7 @@ from randombatch.report.tables import (
     print_epoch,
     print_particles,
     print_ranks,
+    print_store,
     print_training,
 )
 from randombatch.train.checkpoint import CheckpointError, write_atomically, write_json
@@ -513,6 +514,42 @@ def bench_ranks(
         )  # fmt: skip
     result = _measure(measure.run, settings, output)
     print_ranks(console, result)
+    if output is not None:
+        write_json(output, result)
+
+
+@bench.command("store")
+def bench_store(
+    nodes: Annotated[int, typer.Option(help="N of the synthetic graph.")] = 1_000_000,
+    degree: Annotated[float, typer.Option(help="Arcs per node.")] = 30.0,
+    features: Annotated[int, typer.Option(help="Features, kept as float16.")] = 128,
+    max_memory: Annotated[str, typer.Option(help="Most memory that preparing may hold.")] = "2GiB",
+    seeds: Annotated[int, typer.Option(help="Seed nodes of a mini-batch.")] = 1000,
+    fanouts: Annotated[str, typer.Option(help="Neighbours of a node in each hop.")] = "15,10,5",
+    companions: Annotated[int, typer.Option(help="Random nodes beside the sampled ones.")] = 0,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 64,
+    turns: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 5,
+    folder: Annotated[
+        str, typer.Option(help="Where the store is made and removed (default: a temporary folder).")
+    ] = "",
+    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """A graph on disk: preparing it, sampling, reading features warm and cold, training from it and from memory.
+
+    Examples:
+
+        randombatch bench store --json store.json
+        randombatch bench store --nodes 10000000 --folder /big/disk
+    """
+    from randombatch.bench import store as measure
+
+    with _clear_errors():
+        settings = measure.Settings(
+            nodes=nodes, degree=degree, features=features, max_memory=max_memory, seeds=seeds,
+            fanouts=_integers(fanouts), companions=companions, hidden=hidden, turns=turns, folder=folder,
+        )  # fmt: skip
+    result = _measure(measure.run, settings, output)
+    print_store(console, result)
     if output is not None:
         write_json(output, result)
 

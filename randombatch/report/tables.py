@@ -175,3 +175,21 @@ def print_ranks(console: Console, result: dict[str, Any]) -> None:
         table.add_row(str(row["ranks"]), f"{row['largest_hidden']:,}", f"{row['most_nodes']:,}")
     console.print(table)
     print_ratios(console, result["ratios"])
+
+
+def print_store(console: Console, result: dict[str, Any]) -> None:
+    """`bench store`: one line for each measurement."""
+    s = result["settings"]
+    title = "N = {nodes:,}, {degree:g} arcs per node, {features} features, fan-out {fanouts}".format(**s)
+    table = Table("what", "rate", "seconds", "peak MB", title=title)
+    for row in result["rows"]:
+        rate = row.get("edges_per_s") or row.get("rows_per_s")
+        unit = "edges" if "edges_per_s" in row else "rows"
+        table.add_row(
+            row["name"],
+            "" if rate is None else f"{rate / 1e6:.2f} M {unit}/s",
+            f"{row['seconds']:.3f}" if "seconds" in row else "",
+            f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else "",
+        )
+    console.print(table)
+    print_ratios(console, result["ratios"])
