@@ -1,52 +1,30 @@
 """The command `randombatch`. Exit codes: 0 done, 1 failed, 2 bad input (one clear line), 130 interrupted."""
 
-import contextlib
 import dataclasses
-import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
+from randombatch.bench.commands import bench
 from randombatch.data.store import commands as store_commands
-from randombatch.report.tables import (
-    print_attention,
-    print_comparison,
-    print_convergence,
-    print_epoch,
-    print_particles,
-    print_ranks,
-    print_store,
-    print_training,
-)
-from randombatch.train.checkpoint import CheckpointError, write_atomically, write_json
+from randombatch.report.tables import print_comparison, print_convergence, print_training
+from randombatch.terminal import clear_errors, fractions, integers, pieces
+from randombatch.train.checkpoint import write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, load_config, parse_assignment, recipe_names
 
 app = typer.Typer(
     help="Attention and particle systems by random batches.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-bench = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 store_commands.register(app)
 console = Console()
-SECONDS_OF_SILENCE = 1.0
 # What typer raises for an option that it does not know; it exports only this subclass.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
@@ -74,49 +52,6 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
         print(__version__)
         raise typer.Exit
-
-
-def say(message: str) -> None:
-    """One line on standard error, with the rank where there are several."""
-    rank = f" (rank {os.environ['RANK']})" if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ else ""
-    print(f"randombatch{rank}: {message}", file=sys.stderr, flush=True)
-
-
-def refuse(message: str) -> None:
-    """Bad input: one line on standard error, exit code 2."""
-    say(message)
-    raise typer.Exit(2)
-
-
-@contextlib.contextmanager
-def _peers() -> Iterator[None]:
-    """A rank that fails ends with its own error; the others, whose connections then break, say so a little later."""
-    try:
-        yield
-    except Exception as error:
-        from randombatch.train.team import lost_peer
-
-        if not lost_peer(error):
-            raise
-        time.sleep(SECONDS_OF_SILENCE)
-        say(f"lost another rank, which ended or did not answer in time ({str(error).splitlines()[0][:120]})")
-        # Threads that still wait for the lost rank would keep the interpreter from ending.
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def bars() -> Progress:
-    """Progress bars on a terminal; nothing where the output goes elsewhere."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
 
 
 def _help(text: str) -> Any:
@@ -175,36 +110,6 @@ def _name(recipe: str | None, config: Config) -> str:
     return Path(recipe or config.data.dataset).stem + model
 
 
-@contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Bad input ends in one line and code 2, a failure in one line and code 1, an interruption in code 130."""
-    from randombatch.train.compare import ChildFailed
-    from randombatch.train.job import Interrupted, TrainingError
-
-    try:
-        with _peers():
-            yield
-    except Interrupted as stop:
-        say(str(stop))
-        raise typer.Exit(130) from None
-    except ChildFailed as error:
-        raise typer.Exit(error.code if error.code > 0 else 1) from None
-    except (TrainingError, CheckpointError) as error:
-        say(str(error))
-        raise typer.Exit(1) from None
-    except ValueError as error:
-        refuse(" ".join(str(error).split()))
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        refuse(f"cannot read or write{where}: {error.strerror or error}")
-    except MemoryError:
-        refuse("out of memory: take a smaller graph or model, or --minibatch induced")
-    except RuntimeError as error:
-        if "allocate" not in str(error):
-            raise
-        refuse("out of memory: take a smaller graph or model, or --minibatch induced")
-
-
 @app.command(epilog=f"Recipes: {', '.join(recipe_names())}.")
 def train(
     recipe: Recipe = None,
@@ -254,7 +159,7 @@ def train(
         "train.runs": runs, "train.seed": seed, "train.minibatch": minibatch, "train.seeds": seeds,
         "train.device": device, "train.threads": threads,
     }  # fmt: skip
-    with _clear_errors():
+    with clear_errors():
         config = _config(recipe, flags, settings)
         folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
         recycle_memory()
@@ -312,7 +217,7 @@ def compare(
         "train.seed": seed, "train.minibatch": minibatch, "train.seeds": seeds, "train.device": device,
         "train.threads": threads,
     }  # fmt: skip
-    with _clear_errors():
+    with clear_errors():
         config = _config(recipe, flags, settings)
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError(f"--json: the folder {output.parent} does not exist")
@@ -346,7 +251,7 @@ def predict(
     from randombatch.train.predict import predict as compute
     from randombatch.train.predict import write_npz
 
-    with _clear_errors():
+    with clear_errors():
         if out.suffix != ".npz":
             raise ConfigError(f"--out wants a .npz file, got {out}")
         if not out.absolute().parent.is_dir():
@@ -370,29 +275,11 @@ def report(
     """
     from randombatch.report.page import page
 
-    with _clear_errors():
+    with clear_errors():
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} does not exist")
         write_atomically(out, page(runs).encode())
     console.print(f"written to {out}", highlight=False)
-
-
-def _fractions(text: str) -> tuple[float, ...]:
-    """Numbers like 0.01 or 1/64, separated by commas."""
-    try:
-        return tuple(float(Fraction(part.strip())) for part in text.split(",") if part.strip())
-    except (ValueError, ZeroDivisionError, OverflowError):
-        raise ConfigError(f"expected numbers such as 1/16,1/32, got {text!r}") from None
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = [float(part) for part in text.split(",") if part.strip()]
-        if any(number != int(number) for number in numbers):
-            raise ValueError
-        return tuple(int(number) for number in numbers)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"expected integers such as 2,4,8, got {text!r}") from None
 
 
 @app.command()
@@ -426,16 +313,16 @@ def converge(
     from randombatch.particles import study
 
     keep_memory()
-    with _clear_errors():
+    with clear_errors():
         settings = study.Settings(
-            particles=particles, dim=dim, scale=scale, horizon=horizon, taus=_fractions(taus),
-            batch_sizes=_integers(batch_sizes), replicas=replicas, seed=seed, softmax=softmax, pictures=pictures,
+            particles=particles, dim=dim, scale=scale, horizon=horizon, taus=fractions(taus),
+            batch_sizes=integers(batch_sizes), replicas=replicas, seed=seed, softmax=softmax, pictures=pictures,
             threads=threads,
         )  # fmt: skip
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError(f"--json: the folder {output.parent} does not exist")
         out.mkdir(parents=True, exist_ok=True)
-        with _pieces() as piece:
+        with pieces() as piece:
             result = study.run(settings, piece)
             for path in (out / "result.json", output):
                 if path is not None:
@@ -443,229 +330,3 @@ def converge(
             study.draw(settings, result, out, piece)
     print_convergence(console, result)
     console.print(f"written to {out}", highlight=False)
-
-
-@bench.command("particles")
-def bench_particles(
-    particles: Annotated[str, typer.Option(help="Values of N.")] = "100000,1000000,10000000",
-    dims: Annotated[str, typer.Option(help="Values of D.")] = "2,8,64",
-    batch_sizes: Annotated[str, typer.Option(help="Values of p.")] = "2,16,64",
-    threads: Annotated[int, typer.Option(help="Threads of every contender.")] = 1,
-    turns: Annotated[int, typer.Option(help="Steps of each; the fastest counts.")] = 5,
-    max_gib: Annotated[float, typer.Option(help="Leave out states that need more.")] = 12.0,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-) -> None:
-    """Time of one random batch step of particles, beside all pairs and a plain NumPy step.
-
-    Attention on the sphere, Euler, float32. The first N is also run with all pairs, the second beside NumPy: batch by
-    batch as public packages do it, and all batches stacked.
-
-    Examples:
-
-        randombatch bench particles --json particles.json
-        randombatch bench particles --particles 1e4,1e5 --dims 2 --batch-sizes 2
-    """
-    from randombatch.bench import particles as measure
-
-    with _clear_errors():
-        settings = measure.Settings(
-            particles=_integers(particles), dims=_integers(dims), batch_sizes=_integers(batch_sizes), threads=threads,
-            turns=turns, max_gib=max_gib,
-        )  # fmt: skip
-    result = _measure(measure.run, settings, output)
-    print_particles(console, result)
-    if output is not None:
-        write_json(output, result)
-
-
-@bench.command("ranks")
-def bench_ranks(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, one thread each; 1 is what they are held against.")] = (
-        "1,2,4"
-    ),
-    nodes: Annotated[int, typer.Option(help="N; the default is ogbn-arxiv's.")] = 169_343,
-    edges: Annotated[int, typer.Option(help="Pairs of nodes.")] = 1_166_243,
-    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 64,
-    batch_size: Annotated[int, typer.Option(help="p.")] = 64,
-    homophily: Annotated[float, typer.Option(help="Share of edges inside a class of the synthetic graph.")] = 0.7,
-    partition: Annotated[str, typer.Option(help="contiguous or metis.")] = "contiguous",
-    turns: Annotated[int, typer.Option(help="Steps of each; the fastest counts.")] = 5,
-    weak: Annotated[bool, typer.Option(help="Also graphs that grow with the number of ranks.")] = True,
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s of the network to predict for.")] = 12.5e9,
-    latency: Annotated[float, typer.Option(help="Seconds of a message there.")] = 20e-6,
-    memory: Annotated[int, typer.Option(help="Bytes per rank, for the table of what fits.")] = 1 << 30,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-) -> None:
-    """One graph on many ranks: step, exchange, bytes sent, memory of each rank, and what other networks would give.
-
-    Also the layout of DataParallel, everything on the first rank and the attention scattered, in the same run.
-
-    Examples:
-
-        randombatch bench ranks --ranks 1,2 --json ranks.json
-        randombatch bench ranks --ranks 1,2,4 --partition metis --homophily 0.9
-    """
-    from randombatch.bench import ranks as measure
-
-    with _clear_errors():
-        settings = measure.Settings(
-            ranks=_integers(ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size, homophily=homophily,
-            partition=partition, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency, memory=memory,
-        )  # fmt: skip
-    result = _measure(measure.run, settings, output)
-    print_ranks(console, result)
-    if output is not None:
-        write_json(output, result)
-
-
-@bench.command("store")
-def bench_store(
-    nodes: Annotated[int, typer.Option(help="N of the synthetic graph.")] = 1_000_000,
-    degree: Annotated[float, typer.Option(help="Arcs per node.")] = 30.0,
-    features: Annotated[int, typer.Option(help="Features, kept as float16.")] = 128,
-    max_memory: Annotated[str, typer.Option(help="Most memory that preparing may hold.")] = "2GiB",
-    seeds: Annotated[int, typer.Option(help="Seed nodes of a mini-batch.")] = 1000,
-    fanouts: Annotated[str, typer.Option(help="Neighbours of a node in each hop.")] = "15,10,5",
-    companions: Annotated[int, typer.Option(help="Random nodes beside the sampled ones.")] = 0,
-    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 64,
-    turns: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 5,
-    folder: Annotated[
-        str, typer.Option(help="Where the store is made and removed (default: a temporary folder).")
-    ] = "",
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-) -> None:
-    """A graph on disk: preparing it, sampling, reading features warm and cold, training from it and from memory.
-
-    Examples:
-
-        randombatch bench store --json store.json
-        randombatch bench store --nodes 10000000 --folder /big/disk
-    """
-    from randombatch.bench import store as measure
-
-    with _clear_errors():
-        settings = measure.Settings(
-            nodes=nodes, degree=degree, features=features, max_memory=max_memory, seeds=seeds,
-            fanouts=_integers(fanouts), companions=companions, hidden=hidden, turns=turns, folder=folder,
-        )  # fmt: skip
-    result = _measure(measure.run, settings, output)
-    print_store(console, result)
-    if output is not None:
-        write_json(output, result)
-
-
-@bench.command("attention")
-def bench_attention(
-    nodes: Annotated[int, typer.Option(help="N; the default is ogbn-arxiv's.")] = 169_343,
-    dim: Annotated[int, typer.Option(help="F, width of input and output.")] = 64,
-    heads: Annotated[int, typer.Option(help="H.")] = 1,
-    batch_size: Annotated[int, typer.Option(help="p.")] = 64,
-    threads: Annotated[int, typer.Option(help="Threads of every contender.")] = 2,
-    peers: Annotated[
-        str, typer.Option(help="Which of PyTorch Geometric's attentions.")
-    ] = "sgformer,polynormer,performer",
-    turns: Annotated[int, typer.Option(help="Steps of each contender; the fastest counts.")] = 10,
-    scaling: Annotated[
-        str, typer.Option(help="N of the scaling table; empty for none.")
-    ] = "10000,100000,1000000,10000000",
-    sweep: Annotated[bool, typer.Option(help="Also other numbers of heads and batch sizes.")] = True,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-) -> None:
-    """Time and extra memory of one attention layer, forward and forward + backward, beside its peers.
-
-    Every contender runs in its own process, under the default allocator and under one that keeps memory, and takes
-    turns with ours. The floor is the layer's matrix products in cache and nothing else. A wrong result gets no figures.
-
-    Examples:
-
-        randombatch bench attention
-        randombatch bench attention --dim 256 --scaling "" --no-sweep --json arxiv-256.json
-        randombatch bench attention --nodes 10000 --heads 8 --batch-size 1024 --turns 5
-    """
-    from randombatch.bench import attention
-
-    try:
-        settings = attention.Settings(
-            nodes=nodes,
-            dim=dim,
-            heads=heads,
-            batch_size=batch_size,
-            threads=threads,
-            peers=tuple(p for p in peers.split(",") if p),
-            turns=turns,
-            scaling=tuple(int(n) for n in scaling.split(",") if n),
-            sweep=sweep,
-        )
-    except ValueError as error:
-        refuse(str(error))
-    result = _measure(attention.run, settings, output)
-    print_attention(console, result)
-    if output is not None:
-        write_json(output, result)
-
-
-@bench.command("epoch")
-def bench_epoch(
-    cases: Annotated[str, typer.Option(help="Which sizes.")] = "arxiv-64,arxiv-256,large-64",
-    contenders: Annotated[str, typer.Option(help="The first takes turns with the others.")] = (
-        "random-batch,origin,none,pyg"
-    ),
-    batch_size: Annotated[int, typer.Option(help="p.")] = 64,
-    threads: Annotated[int, typer.Option(help="Threads of every contender.")] = 2,
-    turns: Annotated[int, typer.Option(help="Steps of each contender; the fastest counts.")] = 3,
-    limit_gib: Annotated[float, typer.Option(help="Address space of a contender; 0: no limit.")] = 0.0,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-) -> None:
-    """A whole training step (both branches, loss, backward, optimiser), ours beside PyTorch Geometric's SGFormer.
-
-    Synthetic graphs of ogbn-arxiv's size with 64 and 256 hidden features, and one of 1.6 million nodes and 30 million
-    edges. Every contender runs in its own process, under the default allocator and one that keeps memory.
-
-    Examples:
-
-        randombatch bench epoch --json epoch.json
-        randombatch bench epoch --cases arxiv-64 --turns 5
-    """
-    from randombatch.bench import epoch
-
-    try:
-        settings = epoch.Settings(
-            cases=tuple(c for c in cases.split(",") if c),
-            contenders=tuple(c for c in contenders.split(",") if c),
-            batch_size=batch_size,
-            threads=threads,
-            turns=turns,
-            limit_gib=limit_gib,
-        )
-    except ValueError as error:
-        refuse(str(error))
-    result = _measure(epoch.run, settings, output)
-    print_epoch(console, result)
-    if output is not None:
-        write_json(output, result)
-
-
-def _measure(function: Callable[..., dict[str, Any]], settings: Any, output: Path | None) -> dict[str, Any]:
-    """Run a benchmark under progress bars; a failure is one line and code 1."""
-    if output is not None and not output.absolute().parent.is_dir():
-        refuse(f"--json: the folder {output.parent} does not exist")
-    if output is not None and output.is_dir():
-        refuse(f"--json: {output} is a folder")
-    with _pieces() as piece:
-        try:
-            return function(settings, piece)
-        except (RuntimeError, AssertionError) as error:
-            print(f"randombatch: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _pieces() -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """`piece(title, total)` starts a bar and gives the function that moves it on."""
-    with bars() as progress:
-
-        def piece(title: str, total: int) -> Callable[[], None]:
-            task = progress.add_task(title, total=total)
-            return lambda: progress.advance(task)
-
-        yield piece
