@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
 from randombatch.data.store import commands as store_commands
+from randombatch.data.store import is_store
 from randombatch.report.tables import (
     print_attention,
     print_comparison,
@@ -122,7 +123,12 @@ def _help(text: str) -> Any:
 
 
 Recipe = Annotated[str | None, typer.Argument(help="A recipe's name or the path of a .toml file.")]
-Dataset = Annotated[str | None, _help("A known name, or the path of a .npz file or a store.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset", "--data", help="A known name, or the path of a .npz file or a store.", show_default=False
+    ),
+]
 Batch = Annotated[int | None, _help("p of random-batch attention.")]
 Model = Annotated[str | None, _help("sgformer, pyg-sgformer, pyg-polynormer or pyg-gps.")]
 Hidden = Annotated[int | None, _help("Width of the model.")]
@@ -131,8 +137,11 @@ Lr = Annotated[float | None, _help("Learning rate.")]
 Runs = Annotated[int | None, _help("Runs; seed and split go up by one with each.")]
 Seed = Annotated[int | None, _help("Seed of the first run.")]
 Edges = Annotated[str | None, _help("symmetric (default) or directed.")]
-Minibatch = Annotated[str | None, _help("full, induced or all-edges.")]
+Minibatch = Annotated[str | None, _help("full, induced, all-edges or sampled (default for a store).")]
 Seeds = Annotated[int | None, _help("Nodes of a mini-batch.")]
+Fanouts = Annotated[str | None, _help("Neighbours drawn in each hop of sampled mini-batches, such as 15,10,5.")]
+Companions = Annotated[int | None, _help("Random nodes of the whole graph in each sampled mini-batch's attention.")]
+MaxMemory = Annotated[str | None, _help("Most memory that a sampled run may hold, such as 4GiB.")]
 Device = Annotated[str | None, _help("cpu or cuda.")]
 Threads = Annotated[int | None, _help("Threads on the CPU.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Any setting: section.name=value.")]
@@ -148,6 +157,10 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
     if dataset := changes.get("data.dataset"):
         # The job must find it from another folder too.
         changes["data.dataset"] = str(Path(dataset).absolute()) if _is_path(dataset) else dataset
+        if recipe is None and is_store(dataset):
+            changes = {"train.minibatch": "sampled", "train.seeds": 1000} | changes
+    if isinstance(fanouts := changes.get("train.fanouts"), str):
+        changes["train.fanouts"] = list(_integers(fanouts))
     other = changes.get("model.name", config.model.name)
     if other != config.model.name:
         from randombatch.models.peers import known_options
@@ -163,8 +176,6 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
 
 
 def _is_path(dataset: str) -> bool:
-    from randombatch.data.store import is_store
-
     return Path(dataset).is_file() or is_store(dataset)
 
 
@@ -218,6 +229,9 @@ def train(
     edges: Edges = None,
     minibatch: Minibatch = None,
     seeds: Seeds = None,
+    fanouts: Fanouts = None,
+    companions: Companions = None,
+    max_memory: MaxMemory = None,
     device: Device = None,
     threads: Threads = None,
     settings: Settings = None,
@@ -236,6 +250,8 @@ def train(
         randombatch train
         randombatch train cora --attention none --runs 5
         randombatch train --dataset graph.npz --batch-size 128 --epochs 300
+        randombatch train --dataset STORE --seeds 1000 --companions 1000 --max-memory 4GiB
+        randombatch train papers100m --data STORE
         randombatch train pokec --out runs/pokec --resume
         randombatch train --dataset graph.npz --model pyg-gps --lr 0.001
         randombatch train cora --set model.gnn_num_layers=3 --set train.patience=50
@@ -250,6 +266,7 @@ def train(
         "data.dataset": dataset, "data.edges": edges, "model.name": model, "model.attention": attention,
         "model.batch_size": batch_size, "model.hidden_channels": hidden, "train.epochs": epochs, "train.lr": lr,
         "train.runs": runs, "train.seed": seed, "train.minibatch": minibatch, "train.seeds": seeds,
+        "train.fanouts": fanouts, "train.companions": companions, "train.max_memory": max_memory,
         "train.device": device, "train.threads": threads,
     }  # fmt: skip
     with _clear_errors():

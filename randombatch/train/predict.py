@@ -14,7 +14,7 @@ from randombatch.permutation import fold_in
 from randombatch.train.checkpoint import CheckpointError, load_tensors, write_atomically
 from randombatch.train.config import ConfigError, load_config
 from randombatch.train.job import check_device
-from randombatch.train.loop import Problem, Run
+from randombatch.train.loop import Problem
 from randombatch.train.sources import load_graph
 
 
@@ -51,7 +51,7 @@ def predict(folder: Path, *, run: int | None = None, rounds: int = 1, dataset: s
         # Not all classes need occur in another graph.
         trained = _result(folder)["data"]["num_classes"]
         graph = dataclasses.replace(graph, num_classes=max(trained, graph.num_classes))
-    one = Run(Problem(graph, config), number)
+    one = Problem(graph, config).run(number)
     try:
         one.model.load_state_dict(load_tensors(path))
     except RuntimeError as error:
