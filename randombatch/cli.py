@@ -272,7 +272,8 @@ def train(
     with _clear_errors():
         config = _config(recipe, flags, settings)
         folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
-        keep_memory()
+        if not config.train.max_memory:
+            keep_memory()
         team = join(config.train.device, config.train.timeout)
         display = Display(quiet or not team.leader, title=config.model.attention)
         again = restarted() and (folder / "config.toml").exists()
@@ -346,29 +347,54 @@ def compare(
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Folder of a finished `train`.")],
-    out: Annotated[Path, typer.Option(help="The .npz to write: probabilities, prediction, stderr.")],
+    out: Annotated[Path, typer.Option(help="The .npz to write: probabilities, prediction, stderr; or a folder.")],
     rounds: Annotated[int, typer.Option(help="Average over so many divisions; above 1 adds a standard error.")] = 1,
     number: Annotated[int | None, typer.Option("--run", help="Which run (default: best on validation).")] = None,
     dataset: Dataset = None,
+    max_memory: Annotated[str | None, _help("Most memory to hold, such as 4GiB.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Class probabilities of all nodes, by fixed divisions: equal calls give equal numbers.
+
+    A job that was trained on a store by sampled mini-batches is predicted from it with all neighbours, layer by layer,
+    in bounded memory; temporary arrays lie beside the result. Into a folder go probabilities.npy (float16),
+    prediction.npy and predict.json, written block by block.
 
     Examples:
 
         randombatch predict runs/digits-random-batch --out digits.npz
         randombatch predict runs/digits-random-batch --out digits.npz --rounds 16
+        randombatch predict runs/papers-random-batch --out papers-predicted --max-memory 4GiB
     """
-    from randombatch.train.predict import predict as compute
-    from randombatch.train.predict import write_npz
+    from randombatch.data.store.budget import Watch, parse_size, size
+    from randombatch.data.store.commands import Stages
+    from randombatch.train import predict as prediction
+    from randombatch.train.predict_folder import predict_to_folder
 
     with _clear_errors():
-        if out.suffix != ".npz":
-            raise ConfigError(f"--out wants a .npz file, got {out}")
+        if out.suffix not in (".npz", ""):
+            raise ConfigError(f"--out wants a .npz file, or a folder, got {out}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} does not exist")
-        result = compute(run, run=number, rounds=rounds, dataset=dataset)
-        write_npz(out, result)
-    console.print(f"{len(result['prediction']):,} nodes, run {result['run']}: written to {out}", highlight=False)
+        if rounds > 1 and out.suffix != ".npz":
+            raise ConfigError("--rounds above 1 needs all probabilities in memory: give a .npz as --out")
+        limit, scratch = parse_size(max_memory) if max_memory else None, out.absolute().parent
+        with Stages(quiet) as advance, Watch() as watch:
+            if out.suffix == ".npz":
+                result = prediction.predict(
+                    run, run=number, rounds=rounds, dataset=dataset, scratch=scratch, max_memory=limit, advance=advance
+                )
+                prediction.write_npz(out, result)
+                count = len(result["prediction"])
+            else:
+                one = prediction.trained_run(run, number, dataset, scratch, advance)
+                result = predict_to_folder(one, out, limit)
+                count = result["num_nodes"]
+    console.print(
+        f"{count:,} nodes, run {result['run']}, peak memory {size(watch.peak)}: written to {out}", highlight=False
+    )
+    if limit is not None and watch.peak > limit:
+        say(f"the peak was above --max-memory {size(limit)}")
 
 
 @app.command()

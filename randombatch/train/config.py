@@ -97,7 +97,7 @@ class TrainConfig:
     gnn_weight_decay: float = 5e-4
     minibatch: str = "full"
     seeds: int = 100_000
-    fanouts: tuple[int, ...] = (15, 10, 5)
+    fanouts: list[int] = dataclasses.field(default_factory=lambda: [15, 10, 5])
     companions: int = 0
     prefetch: int = 2
     workers: int = 1
@@ -265,11 +265,11 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _fanouts(values: Any) -> tuple[int, ...]:
+def _fanouts(values: Any) -> list[int]:
     good = isinstance(values, (list, tuple)) and len(values) > 0
     if not good or not all(type(value) is int and (value > 0 or value == -1) for value in values):
         raise ConfigError(f"train.fanouts must be a list such as [15, 10, 5], -1 = all neighbours, got {values!r}")
-    return tuple(values)
+    return list(values)
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import threading
@@ -29,6 +30,7 @@ from randombatch.data.graph import Graph
 from randombatch.data.in_rows import GraphInRows
 from randombatch.data.part import Part
 from randombatch.data.store import is_store
+from randombatch.data.store.budget import Watch, parse_size, size
 from randombatch.machine import Peak, machine
 from randombatch.models.sgformer import check_full
 from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_atomically, write_json
@@ -88,7 +90,7 @@ def train(
         raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
     if config.model.name != "sgformer" and config.train.minibatch == "all-edges":
         raise ConfigError(f"{config.model.name} cannot attend to a part of the nodes: set train.minibatch to 'induced'")
-    problem = _problem(graph, config, team, folder)
+    problem = make_problem(graph, config, team, folder)
     _check_model(problem)
     with contextlib.ExitStack() as stack:
         if team.leader:
@@ -96,10 +98,12 @@ def train(
             stack.enter_context(_alone(folder))
         for warning in graph.warnings:
             display.line(f"warning: {warning}")
-        return Job(problem, folder, display).run()
+        with Watch() as watch:
+            return Job(problem, folder, display, watch).run()
 
 
-def _problem(graph: Graph | Part | GraphInRows, config: Config, team: Team, folder: Path) -> Problem:
+def make_problem(graph: Graph | Part | GraphInRows, config: Config, team: Team, folder: Path) -> Problem:
+    """What the runs of a job share; `folder` is for temporary arrays."""
     if config.train.minibatch == "sampled":
         from randombatch.train.sampled import SampledProblem
 
@@ -132,8 +136,8 @@ def _finished(folder: Path, graph: Graph | Part | GraphInRows) -> dict[str, Any]
 class Job:
     """The runs of one folder, in order."""
 
-    def __init__(self, problem: Problem, folder: Path, display: Display) -> None:
-        self.problem, self.folder, self.display = problem, folder, display
+    def __init__(self, problem: Problem, folder: Path, display: Display, watch: Watch) -> None:
+        self.problem, self.folder, self.display, self.watch = problem, folder, display, watch
         graph = self.graph = problem.graph
         self.config, self.team = problem.config, problem.team
         self.checkpoints = Checkpoints(folder / "checkpoints")
@@ -145,6 +149,9 @@ class Job:
         self.num_parameters = 0
         self.data_hash = graph.content_hash()
         data = f"{self.data_hash} {graph.split_hash()}"
+        self.sampled = self.config.train.minibatch == "sampled"
+        limit = self.config.train.max_memory
+        self.limit = parse_size(limit) if limit else None
         self.identity = hashlib.sha256(f"{self.config.essential().to_toml()}{data}".encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
@@ -182,6 +189,8 @@ class Job:
         """The newest checkpoint that can be used; what killed processes left behind is cleared away."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
+        for leftover in self.folder.glob(".layers-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         self.checkpoints.tidy()
         found = self.checkpoints.latest(lambda message: self.display.line(f"warning: {message}"), self._use)
         # Lines behind the checkpoint would come twice.
@@ -208,9 +217,15 @@ class Job:
 
     def _after_step(self, run: Run, signals: "_Signals") -> None:
         due = run.step < run.steps_per_epoch and time.monotonic() - self.saved_at > CHECKPOINT_SECONDS
-        stop, due = self.team.any_of(signals.received, due)
-        if due and not stop:
+        over = self.limit is not None and self.watch.peak > self.limit
+        stop, due, over = self.team.any_of(signals.received, due, over)
+        if (due or over) and not stop:
             self.save(run)
+        if over:
+            raise TrainingError(
+                f"memory reached {size(self.watch.peak)}, above --max-memory {self.config.train.max_memory}: the "
+                "checkpoint is kept; continue with --resume and a larger one, or begin anew with fewer --seeds"
+            )
         if stop:
             if run.step == run.steps_per_epoch:
                 self._after_epoch(run, run.finish_epoch(), checkpoint=False)
@@ -257,7 +272,7 @@ class Job:
     def peak_bytes(self) -> int:
         if self.config.train.device.startswith("cuda"):
             return max(self.earlier_peak, torch.cuda.max_memory_allocated(self.config.train.device))
-        return max(self.earlier_peak, self.peak.total())
+        return max(self.earlier_peak, self.watch.peak if self.sampled else self.peak.total())
 
     def _write_result(self) -> dict[str, Any]:
         peaks = self.team.gather(self.peak_bytes())
@@ -285,6 +300,7 @@ class Job:
             "peak_bytes": max(peaks),
             "ranks": self.team.size,
             "peak_bytes_of_ranks": peaks,
+            "peak_kind": "anonymous" if self.sampled else "resident",
             "rows": self.finished,
             "ratios": {},
         }  # fmt: skip
@@ -351,7 +367,14 @@ def _check_same(config: Config, folder: Path) -> None:
 
 def _check_model(problem: Problem) -> None:
     """Everything about the model that can be refused is refused before anything is written."""
-    problem.run(0)
+    run = problem.run(0)
+    if problem.config.train.max_memory:
+        from randombatch.train.memory import check_budget
+        from randombatch.train.sampled import SampledRun
+
+        if not isinstance(run, SampledRun):
+            raise ConfigError("--max-memory is for sampled mini-batches: --minibatch sampled")
+        check_budget(run)
     sizes = problem.graph.num_nodes if problem.ptr is None else int(problem.ptr.diff().max())
     if problem.config.model.attention == "full":
         check_full(sizes)
@@ -391,4 +414,4 @@ class _Signals:
             signal.signal(number, handler)
 
 
-__all__ = ["Interrupted", "Job", "TrainingError", "check_device", "load_graph", "train"]
+__all__ = ["Interrupted", "Job", "TrainingError", "check_device", "load_graph", "make_problem", "train"]

@@ -68,6 +68,9 @@ class Problem:
         counts = self.shard.gather_rows(torch.count_nonzero(x, 1))
         return (counts.cumsum(0) - counts)[self.shard.rows]
 
+    # Hears (layer, rows done, rows in all) where nodes are scored layer by layer.
+    advance: Callable[[str, int, int], None] | None = None
+
     def run(self, number: int, trial: bool = False) -> "Run":
         """Run number `number`, at its beginning."""
         return Run(self, number, trial)
@@ -244,6 +247,10 @@ class Run:
         self.model.eval()
         arguments = {} if self.problem.shard is None else {"shard": self.problem.shard}
         return self.model(self.problem.x, self.problem.edges, self.problem.ptr, **arguments)
+
+    def stream(self, consume: Callable[[int, Tensor], None]) -> None:
+        """`consume(start, logits)` for all nodes in order; in one piece here."""
+        consume(0, self.logits())
 
     @property
     def steps_per_epoch(self) -> int:

@@ -13,7 +13,7 @@ Every mini-batch is a hash of (seed, epoch, step), so a run goes on in mid-epoch
     auto     `whole` in memory; from a store `final`, on several ranks `sampled`
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ class SampledRun(Run):
         return self._scores(tallies)
 
     @torch.no_grad()
-    def stream(self, consume: Any) -> None:
+    def stream(self, consume: Callable[[int, Tensor], None]) -> None:
         """`consume(start, logits)` for all nodes in order: in one piece from memory, in many from a store."""
         self.model.eval()
         if self.problem.in_memory is not None:
@@ -192,10 +192,17 @@ class SampledRun(Run):
         from randombatch.train.layerwise import stream_logits
 
         assert isinstance(self.model, SGFormer)
-        stream_logits(self.model, self.problem.rows, consume, scratch=self.problem.scratch, device=self.problem.device)
+        stream_logits(
+            self.model, self.problem.rows, consume, scratch=self.problem.scratch, device=self.problem.device,
+            advance=self.problem.advance,
+        )  # fmt: skip
 
     def logits(self) -> Tensor:
         """Of all nodes, on the CPU: 4 N C bytes."""
         out = torch.empty(self.problem.rows.num_nodes, self.problem.rows.num_classes)
-        self.stream(lambda start, logits: out[start : start + len(logits)].copy_(logits))
+
+        def keep(start: int, logits: Tensor) -> None:
+            out[start : start + len(logits)] = logits
+
+        self.stream(keep)
         return out

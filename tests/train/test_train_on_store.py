@@ -196,7 +196,7 @@ def test_a_model_of_pyg_trains_on_a_store(config: Small, tmp_path: Path) -> None
 def test_the_recipe_of_papers100m_is_for_a_store() -> None:
     recipe = load_config("papers100m")
     assert recipe == load_config("ogbn-papers100M")
-    assert (recipe.train.minibatch, recipe.train.fanouts, recipe.train.seeds) == ("sampled", (15, 10, 5), 1000)
+    assert (recipe.train.minibatch, recipe.train.fanouts, recipe.train.seeds) == ("sampled", [15, 10, 5], 1000)
 
 
 def test_scores_at_the_end_are_of_all_nodes(config: Small, tmp_path: Path) -> None:
