@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
 
 from randombatch.bench.commands import bench
 from randombatch.data.store import commands as store_commands
+from randombatch.data.store import is_store
 from randombatch.report.tables import print_comparison, print_convergence, print_training
 from randombatch.terminal import clear_errors, fractions, integers, pieces
 from randombatch.train.checkpoint import write_atomically, write_json
@@ -59,7 +60,12 @@ def _help(text: str) -> Any:
 
 
 Recipe = Annotated[str | None, typer.Argument(help="A recipe's name or the path of a .toml file.")]
-Dataset = Annotated[str | None, _help("A known name, or the path of a .npz file or a store.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset", "--data", help="A known name, or the path of a .npz file or a store.", show_default=False
+    ),
+]
 Batch = Annotated[int | None, _help("p of random-batch attention.")]
 Model = Annotated[str | None, _help("sgformer, pyg-sgformer, pyg-polynormer or pyg-gps.")]
 Hidden = Annotated[int | None, _help("Width of the model.")]
@@ -68,8 +74,11 @@ Lr = Annotated[float | None, _help("Learning rate.")]
 Runs = Annotated[int | None, _help("Runs; seed and split go up by one with each.")]
 Seed = Annotated[int | None, _help("Seed of the first run.")]
 Edges = Annotated[str | None, _help("symmetric (default) or directed.")]
-Minibatch = Annotated[str | None, _help("full, induced or all-edges.")]
+Minibatch = Annotated[str | None, _help("full, induced, all-edges or sampled (default for a store).")]
 Seeds = Annotated[int | None, _help("Nodes of a mini-batch.")]
+Fanouts = Annotated[str | None, _help("Neighbours drawn in each hop of sampled mini-batches, such as 15,10,5.")]
+Companions = Annotated[int | None, _help("Random nodes of the whole graph in each sampled mini-batch's attention.")]
+MaxMemory = Annotated[str | None, _help("Most memory that a sampled run may hold, such as 4GiB.")]
 Device = Annotated[str | None, _help("cpu or cuda.")]
 Threads = Annotated[int | None, _help("Threads on the CPU.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Any setting: section.name=value.")]
@@ -85,6 +94,10 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
     if dataset := changes.get("data.dataset"):
         # The job must find it from another folder too.
         changes["data.dataset"] = str(Path(dataset).absolute()) if _is_path(dataset) else dataset
+        if recipe is None and is_store(dataset):
+            changes = {"train.minibatch": "sampled", "train.seeds": 1000} | changes
+    if isinstance(fanouts := changes.get("train.fanouts"), str):
+        changes["train.fanouts"] = list(integers(fanouts))
     other = changes.get("model.name", config.model.name)
     if other != config.model.name:
         from randombatch.models.peers import known_options
@@ -100,8 +113,6 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
 
 
 def _is_path(dataset: str) -> bool:
-    from randombatch.data.store import is_store
-
     return Path(dataset).is_file() or is_store(dataset)
 
 
@@ -125,6 +136,9 @@ def train(
     edges: Edges = None,
     minibatch: Minibatch = None,
     seeds: Seeds = None,
+    fanouts: Fanouts = None,
+    companions: Companions = None,
+    max_memory: MaxMemory = None,
     device: Device = None,
     threads: Threads = None,
     settings: Settings = None,
@@ -143,6 +157,8 @@ def train(
         randombatch train
         randombatch train cora --attention none --runs 5
         randombatch train --dataset graph.npz --batch-size 128 --epochs 300
+        randombatch train --dataset STORE --seeds 1000 --companions 1000 --max-memory 4GiB
+        randombatch train papers100m --data STORE
         randombatch train pokec --out runs/pokec --resume
         randombatch train --dataset graph.npz --model pyg-gps --lr 0.001
         randombatch train cora --set model.gnn_num_layers=3 --set train.patience=50
@@ -157,12 +173,14 @@ def train(
         "data.dataset": dataset, "data.edges": edges, "model.name": model, "model.attention": attention,
         "model.batch_size": batch_size, "model.hidden_channels": hidden, "train.epochs": epochs, "train.lr": lr,
         "train.runs": runs, "train.seed": seed, "train.minibatch": minibatch, "train.seeds": seeds,
+        "train.fanouts": fanouts, "train.companions": companions, "train.max_memory": max_memory,
         "train.device": device, "train.threads": threads,
     }  # fmt: skip
     with clear_errors():
         config = _config(recipe, flags, settings)
         folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
-        recycle_memory()
+        if not config.train.max_memory:
+            recycle_memory()
         team = join(config.train.device, config.train.timeout)
         display = Display(quiet or not team.leader, title=config.model.attention)
         again = restarted() and (folder / "config.toml").exists()
@@ -236,29 +254,54 @@ def compare(
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Folder of a finished `train`.")],
-    out: Annotated[Path, typer.Option(help="The .npz to write: probabilities, prediction, stderr.")],
+    out: Annotated[Path, typer.Option(help="The .npz to write: probabilities, prediction, stderr; or a folder.")],
     rounds: Annotated[int, typer.Option(help="Average over so many divisions; above 1 adds a standard error.")] = 1,
     number: Annotated[int | None, typer.Option("--run", help="Which run (default: best on validation).")] = None,
     dataset: Dataset = None,
+    max_memory: Annotated[str | None, _help("Most memory to hold, such as 4GiB.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Class probabilities of all nodes, by fixed divisions: equal calls give equal numbers.
+
+    A job that was trained on a store by sampled mini-batches is predicted from it with all neighbours, layer by layer,
+    in bounded memory; temporary arrays lie beside the result. Into a folder go probabilities.npy (float16),
+    prediction.npy and predict.json, written block by block.
 
     Examples:
 
         randombatch predict runs/digits-random-batch --out digits.npz
         randombatch predict runs/digits-random-batch --out digits.npz --rounds 16
+        randombatch predict runs/papers-random-batch --out papers-predicted --max-memory 4GiB
     """
-    from randombatch.train.predict import predict as compute
-    from randombatch.train.predict import write_npz
+    from randombatch.data.store.budget import Watch, parse_size, size
+    from randombatch.data.store.commands import Stages
+    from randombatch.train import predict as prediction
+    from randombatch.train.predict_folder import predict_to_folder
 
     with clear_errors():
-        if out.suffix != ".npz":
-            raise ConfigError(f"--out wants a .npz file, got {out}")
+        if out.suffix not in (".npz", ""):
+            raise ConfigError(f"--out wants a .npz file, or a folder, got {out}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} does not exist")
-        result = compute(run, run=number, rounds=rounds, dataset=dataset)
-        write_npz(out, result)
-    console.print(f"{len(result['prediction']):,} nodes, run {result['run']}: written to {out}", highlight=False)
+        if rounds > 1 and out.suffix != ".npz":
+            raise ConfigError("--rounds above 1 needs all probabilities in memory: give a .npz as --out")
+        limit, scratch = parse_size(max_memory) if max_memory else None, out.absolute().parent
+        with Stages(quiet) as advance, Watch() as watch:
+            if out.suffix == ".npz":
+                result = prediction.predict(
+                    run, run=number, rounds=rounds, dataset=dataset, scratch=scratch, max_memory=limit, advance=advance
+                )
+                prediction.write_npz(out, result)
+                count = len(result["prediction"])
+            else:
+                one = prediction.trained_run(run, number, dataset, scratch, advance)
+                result = predict_to_folder(one, out, limit)
+                count = result["num_nodes"]
+    console.print(
+        f"{count:,} nodes, run {result['run']}, peak memory {size(watch.peak)}: written to {out}", highlight=False
+    )
+    if limit is not None and watch.peak > limit:
+        say(f"the peak was above --max-memory {size(limit)}")
 
 
 @app.command()

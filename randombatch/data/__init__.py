@@ -81,7 +81,7 @@ def load(
     raw = _read(str(dataset), root, split, split_seed, options)
     _choose_split(raw, split, split_seed, num_splits, of_split)
     graph = build(raw, edges=edges, feature_norm=feature_norm, metric=metric)
-    if raw.name == "synthetic" and split == "stored" and edges == "symmetric" and metric is None:
+    if str(dataset).lower() == "synthetic" and split == "stored" and edges == "symmetric" and metric is None:
         # The name that ranks which make only their part of it know it by.
         return dataclasses.replace(graph, hashes=synthetic.Synthetic(**options).hashes(feature_norm))
     return graph

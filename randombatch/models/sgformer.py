@@ -89,8 +89,19 @@ class GlobalAttention(Draws, nn.Module):
         """`x` (N, F); `ptr` the boundaries of graphs, which never attend to each other."""
         return finish(self.stages(x, ptr, self.draw()))
 
-    def stages(self, x: Tensor, ptr: Tensor | None, seeds: list[Tensor], shard: Shard | None = None) -> Stages:
-        """`forward` on given divisions, yielding while rows are under way between ranks."""
+    def items_per_batch(self, num_nodes: int) -> int:
+        """How many nodes attend to each other."""
+        return self.batch_size if self.attention == "random-batch" else max(2, num_nodes)
+
+    def stages(
+        self,
+        x: Tensor,
+        ptr: Tensor | None,
+        seeds: list[Tensor],
+        shard: Shard | None = None,
+        batches: GivenBatches | None = None,
+    ) -> Stages:
+        """`forward` on given divisions (or batches), yielding while rows are under way between ranks."""
         num_rows = len(x) if shard is None else shard.num_rows
         largest = num_rows if ptr is None else int(ptr.diff().max())
         if self.attention == "full":
@@ -100,7 +111,7 @@ class GlobalAttention(Draws, nn.Module):
             return nnf.linear(nnf.linear(x, value_weight, value_bias), average) if self.value is not None else x
         weight = torch.cat([self.query.weight, self.key.weight, value_weight])
         bias = torch.cat([self.query.bias, self.key.bias, value_bias])
-        batch_size = self.batch_size if self.attention == "random-batch" else max(2, largest)
+        batch_size = self.items_per_batch(largest)
         kernel = "sgformer" if self.attention == "origin" else "softmax"
 
         def attend(rows: Tensor, division: Division | GivenBatches | None = None, seed: Tensor | None = None) -> Tensor:
@@ -108,6 +119,9 @@ class GlobalAttention(Draws, nn.Module):
                 rows, weight, bias, average, None, seed, batch_size, heads=self.heads, kernel=kernel,
                 ptr=ptr if division is None else None, division=division,
             )  # fmt: skip
+
+        if batches is not None:
+            return attend(x, batches)
 
         if shard is None:
             return mean([attend(x, seed=seed) for seed in seeds])
@@ -358,6 +372,8 @@ class SGFormer(nn.Module):
         ptr: Tensor | None = None,
         nodes: Tensor | None = None,
         shard: Shard | None = None,
+        companions: int = 0,
+        seeds: int | None = None,
     ) -> Tensor:
         """Logits `(N, out_channels)`.
 
@@ -369,7 +385,12 @@ class SGFormer(nn.Module):
                 while the graph branch sees every node and edge.
             shard: which rows this rank passes and gets; then `edge_index` is a `ShardedAdjacency`, and `ptr` describes
                 all rows. The branches take turns, so that the rows of one travel while the other computes.
+            companions: the last so many rows of `x` are there to be attended to: the graph branch (and `edge_index`)
+                does not know them, and they do not come out.
+            seeds: only the first so many rows come out.
         """
+        if companions and not (isinstance(x, Tensor) and shard is nodes is ptr is None):
+            raise ValueError("`companions` cannot be combined with sparse features, `shard`, `nodes` or `ptr`")
         if shard is not None and (nodes is not None or isinstance(edge_index, Tensor)):
             raise ValueError("with `shard`, `edge_index` must be a ShardedAdjacency, and `nodes` cannot be chosen")
         if nodes is not None and ptr is not None:
@@ -381,8 +402,12 @@ class SGFormer(nn.Module):
                 x = self.input(x, shard=shard)
         branches = [self.trans.stages(x if nodes is None else x[nodes], ptr, shard)]
         if self.graph is not None:
-            branches.append(self.graph.stages(x, self._adjacency(edge_index, x), shard))
+            own = x[: len(x) - companions] if companions and isinstance(x, Tensor) else x
+            branches.append(self.graph.stages(own, self._adjacency(edge_index, own), shard))
         h, *rest = interleave(*branches)
+        if companions or seeds is not None:
+            come_out = len(x) - companions if seeds is None else seeds
+            h, rest = h[:come_out], [g[:come_out] for g in rest]
         for g in rest:
             g = g if nodes is None else g[nodes]
             h = torch.cat([h, g], 1) if self.aggregate == "cat" else torch.lerp(h, g, self.graph_weight)

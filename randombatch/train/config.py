@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from randombatch.data.store.budget import parse_size
 from randombatch.distributed.partition import PARTITIONS
 from randombatch.distributed.shard import EXCHANGES
 from randombatch.models.sgformer import ATTENTIONS
@@ -16,10 +17,14 @@ _BESIDE = Path(__file__).resolve().parents[2] / "recipes"
 # Beside the package in a clone, under the prefix where it was installed.
 RECIPES = _BESIDE if _BESIDE.is_dir() else Path(sys.prefix) / "share" / "randombatch" / "recipes"
 MODELS = ("sgformer", "pyg-sgformer", "pyg-polynormer", "pyg-gps")
-MINIBATCHES = ("full", "induced", "all-edges")
+MINIBATCHES = ("full", "induced", "all-edges", "sampled")
+EVALUATIONS = ("auto", "whole", "sampled", "final")
 OPTIMIZERS = ("adam", "adamw")
 EDGES = ("symmetric", "directed")
 METRICS = ("accuracy", "roc_auc", "f1")
+ALIASES = {"papers100m": "ogbn-papers100M"}
+# What no number of a run depends on: a job may be continued with others.
+FREE = ("max_memory", "prefetch", "workers")
 
 
 class ConfigError(ValueError):
@@ -75,8 +80,12 @@ class TrainConfig:
 
     `minibatch`: "full" takes the whole graph in every step; "induced" divides the nodes at random into mini-batches of
     about `seeds` in every epoch, each with the edges inside it (SGFormer's large graphs); "all-edges" divides them
-    alike, but the graph branch keeps all edges. `patience` is in epochs, 0 never stops early. `runs` = 0 is one run for
-    each stored split, or five where there is one split. Run r has seed `seed + r` and split r (modulo their number).
+    alike, but the graph branch keeps all edges; "sampled" takes `seeds` training nodes with their neighbourhoods, drawn
+    by `fanouts`, and `companions` random nodes of the whole graph for the attention, out of memory or out of a store,
+    `prefetch` mini-batches ahead by `workers` threads. `evaluation` and `eval_nodes`: see `train.sampled`. `max_memory`
+    ("4GiB") bounds the anonymous memory of a sampled run, empty does not. `patience` is in epochs, 0 never stops early.
+    `runs` = 0 is one run for each stored split, or five where there is one split. Run r has seed `seed + r` and split r
+    (modulo their number).
     On several ranks: `partition` "contiguous" or "metis" says who owns which nodes, `exchange` "global" or "local"
     whether batches reach over ranks, and `timeout` how many seconds a rank waits for another one.
     """
@@ -88,6 +97,13 @@ class TrainConfig:
     gnn_weight_decay: float = 5e-4
     minibatch: str = "full"
     seeds: int = 100_000
+    fanouts: list[int] = dataclasses.field(default_factory=lambda: [15, 10, 5])
+    companions: int = 0
+    prefetch: int = 2
+    workers: int = 1
+    max_memory: str = ""
+    evaluation: str = "auto"
+    eval_nodes: int = 20_000
     eval_every: int = 1
     patience: int = 0
     runs: int = 0
@@ -102,15 +118,22 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _choice("train.optimizer", self.optimizer, OPTIMIZERS)
         _choice("train.minibatch", self.minibatch, MINIBATCHES)
+        _choice("train.evaluation", self.evaluation, EVALUATIONS)
         _choice("train.partition", self.partition, PARTITIONS)
         _choice("train.exchange", self.exchange, EXCHANGES)
-        for name, least in {"epochs": 1, "eval_every": 1, "seeds": 2, "checkpoint_every": 1}.items():
+        for name, least in {"epochs": 1, "eval_every": 1, "seeds": 2, "checkpoint_every": 1, "workers": 1}.items():
             _at_least(f"train.{name}", getattr(self, name), least)
-        for name in ("patience", "runs", "threads", "seed", "trans_weight_decay", "gnn_weight_decay"):
+        for name in (
+            "patience", "runs", "threads", "seed", "trans_weight_decay", "gnn_weight_decay", "companions", "prefetch",
+            "eval_nodes",
+        ):  # fmt: skip
             _at_least(f"train.{name}", getattr(self, name), 0)
         for name in ("lr", "trans_weight_decay", "gnn_weight_decay"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"train.{name} must be finite, got {getattr(self, name)}")
+        object.__setattr__(self, "fanouts", _fanouts(self.fanouts))
+        if self.max_memory:
+            parse_size(self.max_memory, "train.max_memory")
         if not 0 < self.timeout < math.inf:
             raise ConfigError(f"train.timeout must be a positive number of seconds, got {self.timeout}")
         if not self.lr > 0:
@@ -141,6 +164,12 @@ class Config:
             else:
                 raise ConfigError(f"unknown setting {key!r}: {_nearest(key, self.names())}")
         return from_tables(tables)
+
+    def essential(self) -> "Config":
+        """The same without the settings that no number depends on."""
+        default = TrainConfig()
+        changes = {name: getattr(default, name) for name in FREE}
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, **changes))
 
     def names(self) -> list[str]:
         return [f"{s}.{n}" for s, table in dataclasses.asdict(self).items() for n in table if n != "options"]
@@ -187,7 +216,7 @@ def load_config(recipe: str | Path) -> Config:
     """A recipe by name (`cora`) or by path (`my.toml`)."""
     path = Path(recipe)
     if path.suffix != ".toml" and not path.is_file():
-        path = RECIPES / f"{recipe}.toml"
+        path = RECIPES / f"{ALIASES.get(str(recipe).lower(), recipe)}.toml"
         if not path.exists():
             raise ConfigError(f"unknown recipe {str(recipe)!r}: {_nearest(str(recipe), recipe_names())}")
     if not path.is_file():
@@ -234,6 +263,13 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if kind in (int, float, str, bool) and type(value) is not kind:
         raise ConfigError(f"{name} must be {kind.__name__}, got {value!r}")
     return value
+
+
+def _fanouts(values: Any) -> list[int]:
+    good = isinstance(values, (list, tuple)) and len(values) > 0
+    if not good or not all(type(value) is int and (value > 0 or value == -1) for value in values):
+        raise ConfigError(f"train.fanouts must be a list such as [15, 10, 5], -1 = all neighbours, got {values!r}")
+    return list(values)
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import threading
@@ -26,7 +27,10 @@ import torch
 from torch import Tensor
 
 from randombatch.data.graph import Graph
+from randombatch.data.in_rows import GraphInRows
 from randombatch.data.part import Part
+from randombatch.data.store import is_store
+from randombatch.data.store.budget import Watch, parse_size, size
 from randombatch.machine import Peak, machine
 from randombatch.models.sgformer import check_full
 from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_atomically, write_json
@@ -34,7 +38,7 @@ from randombatch.train.config import Config, ConfigError, from_tables
 from randombatch.train.loop import Problem, Run, TrainingError, run_to_end
 from randombatch.train.metrics import mean_and_deviation
 from randombatch.train.progress import Display
-from randombatch.train.sources import load_graph, load_part
+from randombatch.train.sources import load_graph, load_part, map_store
 from randombatch.train.team import Team
 from randombatch.version import __version__
 
@@ -46,8 +50,10 @@ class Interrupted(Exception):
     """A signal came; the checkpoint is written."""
 
 
-def load_rows(config: Config, team: Team) -> Graph | Part:
-    """The graph, or this rank's part of it where every step takes the whole graph."""
+def load_rows(config: Config, team: Team) -> Graph | Part | GraphInRows:
+    """The graph, or this rank's part of it where every step takes the whole graph, or a store as it lies on disk."""
+    if config.train.minibatch == "sampled" and is_store(config.data.dataset):
+        return map_store(config)
     if team.size == 1 or config.train.minibatch != "full":
         return load_graph(config)
     return load_part(config, team)
@@ -68,6 +74,9 @@ def train(
     display, team = display or Display(quiet=True), team or Team()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    elif config.train.minibatch == "sampled":
+        # One core samples: threads of torch that wait for one that has no core slow each other down many times.
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     check_device(config.train.device)
     _check_ranks(config, team)
     team.agree(version=__version__, settings=config.to_toml())
@@ -81,7 +90,7 @@ def train(
         raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
     if config.model.name != "sgformer" and config.train.minibatch == "all-edges":
         raise ConfigError(f"{config.model.name} cannot attend to a part of the nodes: set train.minibatch to 'induced'")
-    problem = Problem(graph, config, team)
+    problem = make_problem(graph, config, team, folder)
     _check_model(problem)
     with contextlib.ExitStack() as stack:
         if team.leader:
@@ -89,7 +98,19 @@ def train(
             stack.enter_context(_alone(folder))
         for warning in graph.warnings:
             display.line(f"warning: {warning}")
-        return Job(problem, folder, display).run()
+        with Watch() as watch:
+            return Job(problem, folder, display, watch).run()
+
+
+def make_problem(graph: Graph | Part | GraphInRows, config: Config, team: Team, folder: Path) -> Problem:
+    """What the runs of a job share; `folder` is for temporary arrays."""
+    if config.train.minibatch == "sampled":
+        from randombatch.train.sampled import SampledProblem
+
+        assert not isinstance(graph, Part)
+        return SampledProblem(graph, config, team, scratch=folder)
+    assert not isinstance(graph, GraphInRows)
+    return Problem(graph, config, team)
 
 
 def _check_ranks(config: Config, team: Team) -> None:
@@ -100,7 +121,7 @@ def _check_ranks(config: Config, team: Team) -> None:
         )
 
 
-def _finished(folder: Path, graph: Graph | Part) -> dict[str, Any]:
+def _finished(folder: Path, graph: Graph | Part | GraphInRows) -> dict[str, Any]:
     path = folder / "result.json"
     try:
         result = json.loads(path.read_text())
@@ -115,8 +136,8 @@ def _finished(folder: Path, graph: Graph | Part) -> dict[str, Any]:
 class Job:
     """The runs of one folder, in order."""
 
-    def __init__(self, problem: Problem, folder: Path, display: Display) -> None:
-        self.problem, self.folder, self.display = problem, folder, display
+    def __init__(self, problem: Problem, folder: Path, display: Display, watch: Watch) -> None:
+        self.problem, self.folder, self.display, self.watch = problem, folder, display, watch
         graph = self.graph = problem.graph
         self.config, self.team = problem.config, problem.team
         self.checkpoints = Checkpoints(folder / "checkpoints")
@@ -128,14 +149,17 @@ class Job:
         self.num_parameters = 0
         self.data_hash = graph.content_hash()
         data = f"{self.data_hash} {graph.split_hash()}"
-        self.identity = hashlib.sha256(f"{self.config.to_toml()}{data}".encode()).hexdigest()
+        self.sampled = self.config.train.minibatch == "sampled"
+        limit = self.config.train.max_memory
+        self.limit = parse_size(limit) if limit else None
+        self.identity = hashlib.sha256(f"{self.config.essential().to_toml()}{data}".encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
         runs = self.config.train.runs or (self.graph.num_splits if self.graph.num_splits > 1 else 5)
         current = self._restore()
         with _Signals() as signals, self.display.running(runs, self.config.train.epochs, self.graph.metric):
             while len(self.finished) < runs:
-                run = current or Run(self.problem, len(self.finished))
+                run = current or self.problem.run(len(self.finished))
                 current = None
                 self.num_parameters = run.num_parameters
                 run_to_end(
@@ -155,7 +179,7 @@ class Job:
         self.earlier_peak, self.num_parameters = state["peak_bytes"], state["num_parameters"]
         if state["current"] is None:
             return None
-        run = Run(self.problem, state["current"]["number"])
+        run = self.problem.run(state["current"]["number"])
         run.restore(tensors, state["current"])
         self.display.line(f"continuing run {run.number + 1} after epoch {run.epoch}")
         self.saved_epoch = run.epoch
@@ -165,6 +189,8 @@ class Job:
         """The newest checkpoint that can be used; what killed processes left behind is cleared away."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
+        for leftover in self.folder.glob(".layers-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         self.checkpoints.tidy()
         found = self.checkpoints.latest(lambda message: self.display.line(f"warning: {message}"), self._use)
         # Lines behind the checkpoint would come twice.
@@ -180,7 +206,7 @@ class Job:
         if state["current"] is not None:
             try:
                 # Alone: the other ranks do not take part in a trial.
-                Run(self.problem, state["current"]["number"], trial=True).restore(tensors, state["current"])
+                self.problem.run(state["current"]["number"], trial=True).restore(tensors, state["current"])
             except (RuntimeError, KeyError, ValueError) as error:
                 raise CheckpointError(f"it does not fit this model: {str(error).splitlines()[-1].strip()}") from None
         return tensors, state
@@ -190,7 +216,17 @@ class Job:
             file.truncate(size)
 
     def _after_step(self, run: Run, signals: "_Signals") -> None:
-        if self.team.any(signals.received):
+        due = run.step < run.steps_per_epoch and time.monotonic() - self.saved_at > CHECKPOINT_SECONDS
+        over = self.limit is not None and self.watch.peak > self.limit
+        stop, due, over = self.team.any_of(signals.received, due, over)
+        if (due or over) and not stop:
+            self.save(run)
+        if over:
+            raise TrainingError(
+                f"memory reached {size(self.watch.peak)}, above --max-memory {self.config.train.max_memory}: the "
+                "checkpoint is kept; continue with --resume and a larger one, or begin anew with fewer --seeds"
+            )
+        if stop:
             if run.step == run.steps_per_epoch:
                 self._after_epoch(run, run.finish_epoch(), checkpoint=False)
             self.save(run)
@@ -224,6 +260,9 @@ class Job:
         self.checkpoints.save(tensors, state)
 
     def _finish(self, run: Run) -> None:
+        if run.concludes:
+            self.save(run)
+            run.conclude()
         if self.team.leader:
             save_tensors(self.folder / f"best-{run.number}.safetensors", run.best_weights)
         self.finished.append(run.result())
@@ -233,7 +272,7 @@ class Job:
     def peak_bytes(self) -> int:
         if self.config.train.device.startswith("cuda"):
             return max(self.earlier_peak, torch.cuda.max_memory_allocated(self.config.train.device))
-        return max(self.earlier_peak, self.peak.total())
+        return max(self.earlier_peak, self.watch.peak if self.sampled else self.peak.total())
 
     def _write_result(self) -> dict[str, Any]:
         peaks = self.team.gather(self.peak_bytes())
@@ -261,6 +300,7 @@ class Job:
             "peak_bytes": max(peaks),
             "ranks": self.team.size,
             "peak_bytes_of_ranks": peaks,
+            "peak_kind": "anonymous" if self.sampled else "resident",
             "rows": self.finished,
             "ratios": {},
         }  # fmt: skip
@@ -314,8 +354,8 @@ def _alone(folder: Path) -> Iterator[None]:
 def _check_same(config: Config, folder: Path) -> None:
     from randombatch.train.config import load_config
 
-    there = dataclasses.asdict(load_config(folder / "config.toml"))
-    here = dataclasses.asdict(from_tables(dataclasses.asdict(config)))
+    there = dataclasses.asdict(load_config(folder / "config.toml").essential())
+    here = dataclasses.asdict(from_tables(dataclasses.asdict(config)).essential())
     for section, table in here.items():
         for name, value in table.items():
             if there[section].get(name) != value:
@@ -327,7 +367,14 @@ def _check_same(config: Config, folder: Path) -> None:
 
 def _check_model(problem: Problem) -> None:
     """Everything about the model that can be refused is refused before anything is written."""
-    Run(problem, 0)
+    run = problem.run(0)
+    if problem.config.train.max_memory:
+        from randombatch.train.memory import check_budget
+        from randombatch.train.sampled import SampledRun
+
+        if not isinstance(run, SampledRun):
+            raise ConfigError("--max-memory is for sampled mini-batches: --minibatch sampled")
+        check_budget(run)
     sizes = problem.graph.num_nodes if problem.ptr is None else int(problem.ptr.diff().max())
     if problem.config.model.attention == "full":
         check_full(sizes)
@@ -367,4 +414,4 @@ class _Signals:
             signal.signal(number, handler)
 
 
-__all__ = ["Interrupted", "Job", "TrainingError", "check_device", "load_graph", "train"]
+__all__ = ["Interrupted", "Job", "TrainingError", "check_device", "load_graph", "make_problem", "train"]

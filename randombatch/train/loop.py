@@ -68,6 +68,13 @@ class Problem:
         counts = self.shard.gather_rows(torch.count_nonzero(x, 1))
         return (counts.cumsum(0) - counts)[self.shard.rows]
 
+    # Hears (layer, rows done, rows in all) where nodes are scored layer by layer.
+    advance: Callable[[str, int, int], None] | None = None
+
+    def run(self, number: int, trial: bool = False) -> "Run":
+        """Run number `number`, at its beginning."""
+        return Run(self, number, trial)
+
     def masks(self, split: int) -> dict[str, Tensor]:
         masks = {"train": self.graph.train_mask, "val": self.graph.val_mask, "test": self.graph.test_mask}
         return {name: mask[:, split].nonzero().squeeze(1).to(self.device) for name, mask in masks.items()}
@@ -92,17 +99,21 @@ class Run:
             model.attention, model.batch_size, model.options,
         ).to(problem.device)  # fmt: skip
         self.optimizer = self._optimizer()
-        self.masks = problem.masks(self.split)
         self.num_train = 0
-        if problem.shard is not None and not trial:
-            self.num_train = int(problem.team.sum(torch.tensor([len(self.masks["train"])])))
-        self.is_train = graph.train_mask[:, self.split]
+        self._choose_nodes(trial)
         self.epoch, self.step = 0, 0
         self.loss_sum, self.loss_count = 0.0, 0
         self.seconds = [0.0]  # of every epoch, the last one being the current one
         self.scores: dict[str, float] = {}
         self.best: dict[str, Any] = {"epoch": -1, "val": -math.inf}
         self.best_weights: dict[str, Tensor] = {}
+
+    def _choose_nodes(self, trial: bool) -> None:
+        problem = self.problem
+        self.masks = problem.masks(self.split)
+        if problem.shard is not None and not trial:
+            self.num_train = int(problem.team.sum(torch.tensor([len(self.masks["train"])])))
+        self.is_train = problem.graph.train_mask[:, self.split]
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.problem.config.train
@@ -210,16 +221,25 @@ class Run:
         self.seconds.append(0.0)
         if self.epoch % train.eval_every and self.epoch < train.epochs:
             return None
-        problem = self.problem
-        if problem.shard is None:
-            problem.team.average_buffers(self.model)
-        logits = self.logits()
-        self.check_finite([logits], "logits")
-        self.scores = metrics.scores(problem.graph.metric, logits, problem.y, self.masks, problem.shard)
+        if self.problem.shard is None:
+            self.problem.team.average_buffers(self.model)
+        self.scores = self.evaluate()
         if self.scores["val"] > self.best["val"]:
             self.best = {"epoch": self.epoch - 1, **self.scores}
             self.best_weights = {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
         return {"run": self.number, "epoch": self.epoch, "loss": loss, **self.scores}
+
+    def evaluate(self) -> dict[str, float]:
+        """The scores of training, validation and test nodes by the present weights."""
+        problem, logits = self.problem, self.logits()
+        self.check_finite([logits], "logits")
+        return metrics.scores(problem.graph.metric, logits, problem.y, self.masks, problem.shard)
+
+    # Whether the best weights are scored once more at the end, by `conclude`.
+    concludes = False
+
+    def conclude(self) -> None:
+        """After the last epoch."""
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -227,6 +247,10 @@ class Run:
         self.model.eval()
         arguments = {} if self.problem.shard is None else {"shard": self.problem.shard}
         return self.model(self.problem.x, self.problem.edges, self.problem.ptr, **arguments)
+
+    def stream(self, consume: Callable[[int, Tensor], None]) -> None:
+        """`consume(start, logits)` for all nodes in order; in one piece here."""
+        consume(0, self.logits())
 
     @property
     def steps_per_epoch(self) -> int:

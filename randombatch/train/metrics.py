@@ -65,6 +65,33 @@ def _all_rows(masks: dict[str, Tensor], shard: Shard) -> dict[str, Tensor]:
     return every
 
 
+class Tally:
+    """The score of logits that come piece by piece; for the accuracy only counts are kept.
+
+    Args:
+        metric: "accuracy", "roc_auc" or "f1".
+    """
+
+    def __init__(self, metric: str) -> None:
+        self.metric, self.right, self.count, self.finite = metric, 0, 0, True
+        self._pieces: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, logits: Tensor, y: Tensor) -> None:
+        """`logits` (n, C) and their labels."""
+        self.finite &= bool(logits.isfinite().all())
+        self.count += len(y)
+        if self.metric == "accuracy":
+            self.right += int((logits.argmax(1) == y).sum())
+        elif len(y):
+            self._pieces.append((logits.cpu(), y.cpu()))
+
+    def score(self) -> float:
+        if self.metric == "accuracy":
+            return self.right / self.count
+        logits, labels = zip(*self._pieces, strict=True)
+        return score(self.metric, torch.cat(logits), torch.cat(labels))
+
+
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (0 for a single value)."""
     tensor = torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The graph that a configuration names: whole, or one rank's part of it."""
+"""The graph that a configuration names: whole, one rank's part of it, or mapped from the disk."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,9 @@ from torch import Tensor
 
 from randombatch import data
 from randombatch.data.graph import Graph
+from randombatch.data.in_rows import GraphInRows, of_store
 from randombatch.data.part import Part, cut, synthetic_part
+from randombatch.data.store import Store
 from randombatch.data.synthetic import Synthetic, edge_chunks
 from randombatch.distributed import Shard, metis
 from randombatch.train.config import Config, ConfigError
@@ -27,6 +29,18 @@ def load_graph(config: Config) -> Graph:
         feature_norm=source.feature_norm,
         **source.options,
     )
+
+
+def map_store(config: Config) -> GraphInRows:
+    """A store as it lies on disk; what would need another one is refused."""
+    source, store = config.data, Store.open(config.data.dataset)
+    if source.split not in ("stored", "fixed") or source.options:
+        raise ConfigError(f"{store.path} is trained on as it is: prepare it with other splits or options, not data.*")
+    if source.feature_norm != "none":
+        raise ConfigError(f"{store.path} is trained on as it is: normalise features before it is prepared")
+    if source.edges == "symmetric" and not store.undirected:
+        raise ConfigError(f"{store.path} was prepared with --directed: train with --edges directed, or prepare it anew")
+    return of_store(store, metric=source.metric or None, num_splits=source.num_splits or None)
 
 
 def load_part(config: Config, team: Team) -> Part:

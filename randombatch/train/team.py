@@ -55,6 +55,12 @@ class Team:
             return flag
         return bool(self.sum(torch.tensor([float(flag)])).item())
 
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag whether it is up on any rank; one message for all."""
+        if self.size == 1:
+            return list(flags)
+        return [bool(count) for count in self.sum(torch.tensor([float(flag) for flag in flags])).tolist()]
+
     def sum(self, values: Tensor) -> Tensor:
         if self.size > 1:
             dist.all_reduce(values, group=self.group)

@@ -128,16 +128,24 @@ class SeedLoader:
         """Of one epoch."""
         return -(-self.num_ids // self.seeds)
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[MiniBatch]:
-        """The mini-batches of one epoch, from number `start_step` on."""
+    def batches(self, epoch: int, start_step: int = 0, every: int = 1) -> Iterator[MiniBatch]:
+        """The mini-batches of one epoch, from number `start_step` on, or (on several ranks) each `every`-th of them."""
         whole("epoch", epoch, 0)
         whole("start_step", start_step, 0)
-        order = Permutation(self.num_ids, fold_in(self.seed, epoch)) if self.shuffle else None
+        whole("every", every, 1)
+        order = self._order(epoch)
 
         def make(step: int) -> MiniBatch:
             return self._make(order, epoch, step)
 
-        return ahead(make, range(start_step, self.num_steps), depth=self.prefetch, threads=self.threads)
+        return ahead(make, range(start_step, self.num_steps, every), depth=self.prefetch, threads=self.threads)
+
+    def make(self, epoch: int, step: int) -> MiniBatch:
+        """One mini-batch, here and now."""
+        return self._make(self._order(epoch), epoch, step)
+
+    def _order(self, epoch: int) -> Permutation | None:
+        return Permutation(self.num_ids, fold_in(self.seed, epoch)) if self.shuffle else None
 
     def _make(self, order: Permutation | None, epoch: int, step: int) -> MiniBatch:
         seeds = self._seeds(order, step)

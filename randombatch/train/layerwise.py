@@ -1,0 +1,266 @@
+"""SGFormer over all nodes of a graph on disk, with all neighbours and random batches, layer by layer.
+
+In evaluation every layer but two is a function of single rows. A graph convolution gathers rows at random, so its input
+goes to disk first; random-batch attention gathers the rows of some batches, in the order of the division, and puts the
+results where they belong. Everything else is computed on the way. The logits are those of `model.eval()(x, edges)` up
+to rounding: of float32, or of float16 where the store's features are float16 and so are the arrays on disk.
+
+Disk: two arrays of N x D for up to two convolutions or more and one attention layer (one more for a second attention
+layer). Memory: blocks of some 8 MiB, and 24 bytes for each random batch; nothing else grows with N.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from randombatch.data.graph import DataError
+from randombatch.data.in_rows import GraphInRows
+from randombatch.data.store.budget import size as in_words
+from randombatch.distributed.exchange import finish
+from randombatch.division import Division
+from randombatch.given_batches import GivenBatches
+from randombatch.models.sgformer import GlobalAttention, GraphBranch, PlainGraphBranch, SGFormer, TransformerBranch
+from randombatch.train.lazy_rows import BLOCK_BYTES, Arrays, Computed, Convolved, LazyRows, OnDisk, spans
+
+Advance = Callable[[str, int, int], None]
+FOLDER = ".layers-"
+
+
+@torch.no_grad()
+def stream_logits(
+    model: SGFormer,
+    graph: GraphInRows,
+    consume: Callable[[int, Tensor], None],
+    *,
+    scratch: Path,
+    device: torch.device | str = "cpu",
+    advance: Advance | None = None,
+) -> None:
+    """Hand the logits of all nodes to `consume(start, logits)`, in order, block by block.
+
+    Args:
+        model: in `eval()`, on the device.
+        graph: on disk or in memory.
+        consume: called for consecutive nodes from `start` on.
+        scratch: folder in which temporary arrays are made and removed.
+        device: where it is computed.
+        advance: hears (layer, rows done, rows in all).
+
+    Raises:
+        DataError: there is too little disk space, with the numbers.
+    """
+    if model.training:
+        raise ValueError("layer-wise inference is for a model in eval()")
+    device = torch.device(device)
+    with _folder(model, graph, scratch) as folder:
+        arrays = Arrays(folder, graph.num_nodes, _dtype(graph), device)
+        stages = _Stages(graph.num_nodes, advance)
+        x = OnDisk(graph.x, device)
+        branches: list[LazyRows] = []
+        if model.graph is not None:
+            branches.append(_graph_branch(model.graph, x, graph, arrays, stages))
+        branches.insert(0, _transformer_branch(model.trans, x, arrays, stages))
+        width = max(model.out.in_features, model.out.out_features, graph.num_features)
+        tell = stages("output")
+        for start, stop in spans(graph.num_nodes, width):
+            h, *rest = [rows.block(start, stop) for rows in branches]
+            for g in rest:
+                h = torch.cat([h, g], 1) if model.aggregate == "cat" else torch.lerp(h, g, model.graph_weight)
+            consume(start, model.out(h))
+            tell(stop - start)
+
+
+def disk_needed(model: SGFormer, graph: GraphInRows) -> int:
+    """Bytes of temporary arrays at the most."""
+    convolutions = 0
+    if isinstance(model.graph, GraphBranch):
+        convolutions = len(model.graph.layers)
+    elif model.graph is not None:
+        convolutions = len(model.graph.linears)
+    batches = sum(a.attention in ("random-batch", "full") for a in _attentions(model.trans))
+    arrays = max(min(2, convolutions), min(1, convolutions) + min(2, batches))
+    return arrays * graph.num_nodes * _width(model) * np.dtype(_dtype(graph)).itemsize
+
+
+def _width(model: SGFormer) -> int:
+    linear = model.trans.stem.linear
+    assert linear is not None
+    return linear.out_features
+
+
+def _dtype(graph: GraphInRows) -> Any:
+    return np.float16 if graph.x.dtype == np.float16 else np.float32
+
+
+def _attentions(branch: TransformerBranch) -> list[GlobalAttention]:
+    return [a for a in branch.attentions if isinstance(a, GlobalAttention)]
+
+
+@contextlib.contextmanager
+def _folder(model: SGFormer, graph: GraphInRows, scratch: Path) -> Iterator[Path]:
+    needed, free = disk_needed(model, graph), shutil.disk_usage(scratch).free
+    if needed > free:
+        raise DataError(
+            f"all {graph.num_nodes:,} nodes layer by layer need {in_words(needed)} in {scratch}, where "
+            f"{in_words(free)} are free: free some, or choose another place, a narrower model or sampled evaluation"
+        )
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=scratch))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Stages:
+    """Numbers the layers and tells how far each is."""
+
+    def __init__(self, num_rows: int, advance: Advance | None) -> None:
+        self.num_rows, self.advance = num_rows, advance
+
+    def __call__(self, name: str) -> Callable[[int], None]:
+        done = 0
+
+        def tell(rows: int) -> None:
+            nonlocal done
+            done += rows
+            if self.advance is not None:
+                self.advance(name, done, self.num_rows)
+
+        return tell
+
+
+def _graph_branch(
+    branch: GraphBranch | PlainGraphBranch, x: LazyRows, graph: GraphInRows, arrays: Arrays, stages: _Stages
+) -> LazyRows:
+    """Before each convolution its input goes to disk, and the one before is removed."""
+    g, width, others, functions = _row_functions(branch, x)
+    stored: OnDisk | None = None
+    for number, function in enumerate(functions):
+        before, stored = stored, arrays.stored(g, width, stages(f"convolution {number + 1}"))
+        if before is not None:
+            arrays.drop(before)
+        g = Computed(function, Convolved(graph, stored), *others)
+    return g
+
+
+def _row_functions(
+    branch: GraphBranch | PlainGraphBranch, x: LazyRows
+) -> tuple[LazyRows, int, list[LazyRows], list[Callable[..., Tensor]]]:
+    """What the first convolution gathers, its width, other inputs, and what is done behind each convolution."""
+    if isinstance(branch, GraphBranch):
+        first = Computed(branch.stem, x)
+        assert branch.stem.linear is not None
+        functions: list[Any] = [_convolution_end(branch, layer) for layer in branch.layers]
+        return first, branch.stem.linear.out_features, [first], functions
+    linears: Any = branch.linears
+    # Each function also does the next layer's projection, so that what goes to disk is gathered as it is.
+    functions = [_plain_end(branch, number) for number in range(len(linears))]
+    return Computed(lambda rows: nnf.linear(rows, linears[0].weight), x), linears[0].out_features, [], functions
+
+
+def _convolution_end(branch: GraphBranch, layer: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def function(convolved: Tensor, first: Tensor) -> Tensor:
+        g = torch.cat([convolved, first], 1) if branch.use_init else convolved
+        return layer(g, first if branch.use_residual else None)
+
+    return function
+
+
+def _plain_end(branch: PlainGraphBranch, number: int) -> Callable[[Tensor], Tensor]:
+    def function(convolved: Tensor) -> Tensor:
+        g = convolved + branch.linears[number].bias  # type: ignore[operator]
+        if number == len(branch.ends):
+            return g
+        return nnf.linear(branch.ends[number](g), branch.linears[number + 1].weight)  # type: ignore[arg-type]
+
+    return function
+
+
+def _transformer_branch(branch: TransformerBranch, x: LazyRows, arrays: Arrays, stages: _Stages) -> LazyRows:
+    h: LazyRows = Computed(branch.stem, x)
+    for number, (attention, end) in enumerate(zip(_attentions(branch), branch.ends, strict=True)):
+
+        def finished(rows: Tensor, attended: Tensor, end: Any = end) -> Tensor:
+            return end(torch.lerp(rows, attended, branch.alpha) if branch.use_residual else attended)
+
+        tell = stages(f"attention {number + 1}")
+        if attention.attention == "none":
+            h = Computed(_attending(attention, finished), h)
+        elif attention.attention == "origin":
+            h = Computed(_linear_attention(attention, h, arrays.num_rows, finished, tell), h)
+        else:
+            before, h = h, _in_batches(attention, h, arrays, finished, tell)
+            arrays.drop(before)
+    return h
+
+
+def _attending(attention: GlobalAttention, finished: Callable) -> Callable[[Tensor], Tensor]:
+    return lambda rows: finished(rows, attention(rows))
+
+
+def _in_batches(
+    attention: GlobalAttention, h: LazyRows, arrays: Arrays, finished: Callable, tell: Callable[[int], None]
+) -> OnDisk:
+    """Some batches at a time, gathered from `h`, attended to, and put to their places on disk."""
+    if attention.eval_rounds != 1:
+        raise ValueError(f"layer-wise inference takes one division, got `eval_rounds` {attention.eval_rounds}")
+    (seed,) = attention.draw()
+    division = Division(arrays.num_rows, attention.items_per_batch(arrays.num_rows), int(seed))
+    starts, out = division.starts, arrays.new(attention.channels)
+    per_block = max(1, BLOCK_BYTES // (4 * attention.channels))
+    first = 0
+    while first < division.num_batches:
+        last = int(torch.searchsorted(starts, starts[first] + per_block, right=True)) - 1
+        last = min(max(last, first + 1), division.num_batches)
+        begin, end = int(starts[first]), int(starts[last])
+        ids = division.order(begin, end)
+        rows = h.take(ids)
+        batches = GivenBatches(
+            torch.arange(len(ids), device=rows.device), starts[first : last + 1] - begin, division.batch_size,
+            division.seed, first=first,
+        )  # fmt: skip
+        attended = finish(attention.stages(rows, None, [], batches=batches))
+        out[ids.numpy()] = finished(rows, attended).cpu().numpy()
+        tell(end - begin)
+        first = last
+    return OnDisk(out, arrays.device)
+
+
+def _linear_attention(
+    attention: GlobalAttention, h: LazyRows, num_rows: int, finished: Callable, tell: Callable[[int], None]
+) -> Callable[[Tensor], Tensor]:
+    """SGFormer's attention over all rows: one pass for the sums over keys, then a function of each row."""
+    heads = attention.heads
+
+    def split(rows: Tensor, linear: Any) -> Tensor:
+        out = rows.repeat(1, heads) if linear is None else linear(rows)
+        return out.view(len(rows), heads, -1)
+
+    def unit(rows: Tensor) -> Tensor:
+        return nnf.normalize(rows, dim=-1)
+
+    products: Any = 0.0
+    keys: Any = 0.0
+    for start, stop in spans(num_rows, heads * attention.channels):
+        rows = h.block(start, stop)
+        k, v = unit(split(rows, attention.key)), split(rows, attention.value)
+        products = products + torch.einsum("nhd,nhe->hde", k, v).double()
+        keys = keys + k.sum(0).double()
+        tell(stop - start)
+    products, keys = products.float(), keys.float()
+
+    def function(rows: Tensor) -> Tensor:
+        q, v = unit(split(rows, attention.query)), split(rows, attention.value)
+        numerator = torch.einsum("nhd,hde->nhe", q, products) + num_rows * v
+        denominator = torch.einsum("nhd,hd->nh", q, keys) + num_rows
+        return finished(rows, (numerator / denominator[..., None]).mean(1))
+
+    return function

@@ -1,0 +1,153 @@
+"""Rows of an intermediate array, computed when they are asked for; what is gathered at random is put on disk first.
+
+Every source has `block(start, stop)`, consecutive rows as a float32 tensor; those that can also have `take(ids)`, rows
+of any nodes. Nothing of the size of the graph is held in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from randombatch.data.in_rows import GraphInRows
+from randombatch.data.sampling.cold import is_cold
+from randombatch.data.sampling.rows import Rows, _float_of_half
+from randombatch.data.sampling.threads import Threads
+
+# Bytes of one array of a block; about ten are alive at a time.
+BLOCK_BYTES = 8 << 20
+
+
+class LazyRows(Protocol):
+    """Something with N rows."""
+
+    def block(self, start: int, stop: int) -> Tensor: ...
+    def take(self, ids: Tensor) -> Tensor: ...
+
+
+def spans(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """[0, num_rows) in pieces whose rows of `width` numbers take `BLOCK_BYTES`."""
+    size = max(1, BLOCK_BYTES // (4 * width))
+    for start in range(0, num_rows, size):
+        yield start, min(start + size, num_rows)
+
+
+class OnDisk:
+    """Rows of an array, usually a memory map, float16 or float32."""
+
+    def __init__(self, array: np.ndarray, device: torch.device) -> None:
+        self.array, self.device = array, device
+        self._rows = Rows(array, cold=is_cold(array))
+
+    def block(self, start: int, stop: int) -> Tensor:
+        return torch.from_numpy(self.array[start:stop].astype(np.float32)).to(self.device)
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self._rows.read(ids).to(self.device)
+
+
+class Computed:
+    """A function of each row of other sources (of all of them at the same row)."""
+
+    def __init__(self, function: Callable[..., Tensor], *inputs: LazyRows) -> None:
+        self.function, self.inputs = function, inputs
+
+    def block(self, start: int, stop: int) -> Tensor:
+        return self.function(*(rows.block(start, stop) for rows in self.inputs))
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self.function(*(rows.take(ids) for rows in self.inputs))
+
+
+class Convolved:
+    """A^ x, block by block, for x on disk: the graph convolution with all neighbours, normalised as `Adjacency` does.
+
+    Rows are read where they lie and added up, so that a node with millions of neighbours needs no more memory.
+    """
+
+    def __init__(self, graph: GraphInRows, x: OnDisk) -> None:
+        self.graph, self.x, self.threads = graph, x, Threads(max(1, torch.get_num_threads()))
+
+    def block(self, start: int, stop: int) -> Tensor:
+        array = np.ascontiguousarray(self.x.array.view(np.ndarray))
+        halves = array.dtype == np.float16
+        out = np.zeros((stop - start, array.shape[1]), np.float32)
+        indptr, indices = (a.view(np.ndarray) for a in (self.graph.indptr, self.graph.indices))
+        bits = array.view(np.uint16) if halves else array
+        add = _add_halves if halves else _add_floats
+        jobs = [(indptr, indices, bits, start, lo, hi, out) for lo, hi in self._shares(start, stop)]
+        self.threads.run(add, jobs)
+        return torch.from_numpy(out).to(self.x.device)
+
+    def take(self, ids: Tensor) -> Tensor:
+        raise TypeError("convolved rows come in order: put them on disk first")
+
+    def _shares(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Rows of about as many arcs for each thread."""
+        ends = np.asarray(self.graph.indptr[start : stop + 1]).astype(np.int64)
+        wanted = ends[0] + (ends[-1] - ends[0]) * np.arange(self.threads.number + 1) // self.threads.number
+        cuts = np.searchsorted(ends, wanted)
+        cuts[0], cuts[-1] = 0, stop - start
+        return list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
+
+
+def _adder(halves: bool) -> Any:
+    @numba.njit(nogil=True, fastmath=True)
+    def add(indptr, indices, x, start, lo, hi, out):
+        width = x.shape[1]
+        for i in range(lo, hi):
+            node = start + i
+            begin, end = np.int64(indptr[node]), np.int64(indptr[node + 1])
+            own = 1.0 / np.sqrt(np.float64(end - begin + 1))
+            for e in range(begin - 1, end):
+                # The first is the self-loop.
+                j = node if e < begin else np.int64(indices[e])
+                degree = np.int64(indptr[j + 1]) - np.int64(indptr[j]) + 1
+                weight = np.float32(own / np.sqrt(np.float64(degree)))
+                for f in range(width):
+                    if halves:
+                        out[i, f] += weight * _float_of_half(x[j, f])  # type: ignore[call-arg]
+                    else:
+                        out[i, f] += weight * x[j, f]
+
+    return add
+
+
+_add_floats, _add_halves = _adder(False), _adder(True)
+
+
+class Arrays:
+    """Temporary arrays in a folder of their own.
+
+    Args:
+        folder: that exists and is removed by the caller.
+        num_rows: N of each.
+        dtype: of the numbers on disk.
+        device: where rows are computed.
+    """
+
+    def __init__(self, folder: Path, num_rows: int, dtype: Any, device: torch.device) -> None:
+        self.folder, self.num_rows, self.dtype, self.device = folder, num_rows, np.dtype(dtype), device
+        self._count = 0
+
+    def new(self, width: int) -> np.memmap:
+        self._count += 1
+        return np.memmap(self.folder / f"{self._count}.bin", self.dtype, "w+", shape=(self.num_rows, width))
+
+    def stored(self, rows: LazyRows, width: int, advance: Callable[[int], None]) -> OnDisk:
+        """All rows of a source on disk."""
+        array = self.new(width)
+        for start, stop in spans(self.num_rows, width):
+            array[start:stop] = rows.block(start, stop).cpu().numpy()
+            advance(stop - start)
+        return OnDisk(array, self.device)
+
+    @staticmethod
+    def drop(rows: LazyRows) -> None:
+        """Remove the file of stored rows that are not needed any more."""
+        if isinstance(rows, OnDisk) and isinstance(rows.array, np.memmap) and rows.array.filename is not None:
+            Path(str(rows.array.filename)).unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""The memory of a sampled run: estimated before it starts, measured while it runs, held under `train.max_memory`.
+
+Counted is anonymous resident memory. Mapped files and the page cache are apart: the system takes them back at will.
+"""
+
+import dataclasses
+
+from randombatch.data.store.budget import RESERVE, parse_size, size
+from randombatch.machine import highest_resident, resident_anonymous
+from randombatch.models.sgformer import GraphBranch, SGFormer
+from randombatch.train.config import ConfigError
+from randombatch.train.sampled import SampledProblem, SampledRun
+
+# Mini-batches that are drawn to learn how large they are, and how much larger others may be.
+TRIALS, MARGIN = 2, 1.15
+# Bytes for each sampled arc: while it is drawn, and in the normalised matrix and its transpose while they are built.
+DRAWN, MATRIX = 70, 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes, by what they are for.
+
+    Attributes:
+        program: what the process holds already.
+        model: weights, gradients, the optimiser's state, the best weights, a checkpoint on its way to the disk.
+        minibatches: `prefetch` + 2 of them, and those being drawn.
+        step: activations and gradients of the largest mini-batch.
+        reserve: for freed blocks that the allocator keeps.
+        nodes, arcs: of the largest mini-batch that is expected.
+    """
+
+    program: int
+    model: int
+    minibatches: int
+    step: int
+    reserve: int
+    nodes: int
+    arcs: int
+
+    @property
+    def total(self) -> int:
+        return self.program + self.model + self.minibatches + self.step + self.reserve
+
+    def __str__(self) -> str:
+        parts = ("program", "model", "minibatches", "step", "reserve")
+        return ", ".join(f"{name} {size(getattr(self, name))}" for name in parts)
+
+
+def estimate(run: SampledRun) -> Estimate:
+    """What a run will hold, from the size of some of its mini-batches."""
+    problem: SampledProblem = run.problem
+    train, rows = problem.config.train, problem.rows
+    nodes = arcs = 0
+    for step in range(min(TRIALS, run.loader.num_steps)):
+        batch = run.loader.make(0, step)
+        nodes, arcs = max(nodes, len(batch.nodes)), max(arcs, batch.edge_index.shape[1])
+    nodes, arcs = int(MARGIN * nodes), int(MARGIN * arcs)
+    one = nodes * (4 * rows.num_features + 8) + 16 * arcs
+    step = nodes * _numbers_per_node(run) * 4 + MATRIX * (arcs + nodes)
+    return Estimate(
+        program=resident_anonymous() or highest_resident(), model=10 * 4 * run.num_parameters,
+        minibatches=(train.prefetch + 2) * one + train.workers * DRAWN * arcs, step=step, reserve=RESERVE,
+        nodes=nodes, arcs=arcs,
+    )  # fmt: skip
+
+
+def _numbers_per_node(run: SampledRun) -> int:
+    """Rows that are alive at the peak of a step, in numbers: kept for the backward pass, and gradients under way."""
+    model, width = run.model, run.problem.config.model.hidden_channels
+    if not isinstance(model, SGFormer):
+        return 24 * width
+    layers = 4 + 3 * len(model.trans.attentions)
+    if isinstance(model.graph, GraphBranch):
+        layers += (4 if model.graph.use_init else 3) * (len(model.graph.layers) + 1)
+    elif model.graph is not None:
+        layers += 3 * len(model.graph.linears)
+    return width * (layers + 4) + run.problem.rows.num_features
+
+
+def check_budget(run: SampledRun) -> Estimate | None:
+    """Refuse what will not fit into `train.max_memory`, with the numbers; None where there is no such limit."""
+    limit = run.problem.config.train.max_memory
+    if not limit:
+        return None
+    found = estimate(run)
+    if found.total > parse_size(limit):
+        raise ConfigError(
+            f"this needs about {size(found.total)} ({found}; mini-batches of up to {found.nodes:,} nodes and "
+            f"{found.arcs:,} arcs), more than --max-memory {limit}: take fewer --seeds, smaller --fanouts, a narrower "
+            "model or train.prefetch=0"
+        )
+    return found

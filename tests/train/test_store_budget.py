@@ -1,0 +1,128 @@
+"""Budgets of memory for training and predicting on a store: refused at the start with numbers, or held."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from randombatch.data.store import Store, open_source, prepare
+from randombatch.data.store.budget import parse_size
+from randombatch.train import job
+from randombatch.train.config import Config, ConfigError
+from randombatch.train.job import TrainingError, train
+from randombatch.train.memory import estimate
+from randombatch.train.predict import predict, trained_run
+from randombatch.train.predict_folder import predict_to_folder
+
+SETTINGS = {
+    "train.minibatch": "sampled", "train.seeds": 200, "train.fanouts": [5, 5], "train.epochs": 1, "train.runs": 1,
+    "train.threads": 1, "train.eval_nodes": 400, "model.hidden_channels": 16, "model.batch_size": 32,
+    "model.gnn_num_layers": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "store"
+    prepare(open_source("synthetic", num_nodes=3000, average_degree=6, num_features=32), path)
+    return path
+
+
+def config(store: Path, **changes: object) -> Config:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return Config().replace(**{"data.dataset": str(store), **SETTINGS, **named})
+
+
+@pytest.fixture(scope="module")
+def trained(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "job"
+    torch.set_num_threads(1)
+    train(config(store, train__max_memory="16GiB"), folder)
+    return folder
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "randombatch", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_a_budget_is_held_and_reported(store: Path, tmp_path: Path) -> None:
+    flags = [item for name, value in SETTINGS.items() for item in ("--set", f"{name}={json.dumps(value)}")]
+    done = run("train", "--data", store, "--max-memory", "900MiB", *flags, "--out", tmp_path / "job", "--quiet")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "job" / "result.json").read_text())
+    assert result["peak_kind"] == "anonymous"
+    assert 100 << 20 < result["peak_bytes"] < 900 << 20
+    done = run("train", "--data", store, "--max-memory", "90MiB", *flags, "--out", tmp_path / "other")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "program" in done.stderr
+    assert "mini-batches of up to" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_estimate_grows_with_what_is_asked_for(store: Path) -> None:
+    def total(**changes: object) -> int:
+        settings = config(store, **changes)
+        found = estimate(job.make_problem(job.load_rows(settings, job.Team()), settings, job.Team(), Path()).run(0))
+        return found.total - found.program - found.reserve
+
+    least = total()
+    assert total(train__seeds=600) > least
+    assert total(train__fanouts=[5, 5, 5]) > least
+    assert total(train__prefetch=8) > least
+    assert total(model__hidden_channels=64) > 1.2 * least
+
+
+def test_a_run_that_grows_beyond_its_budget_stops(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate let it pass; what is measured stops it, and a larger budget goes on."""
+    monkeypatch.setattr("randombatch.train.memory.check_budget", lambda run: None)
+    with pytest.raises(TrainingError, match="above --max-memory 50MiB"):
+        train(config(store, train__max_memory="50MiB"), tmp_path / "job")
+    train(config(store, train__max_memory="16GiB"), tmp_path / "job", resume=True)
+    train(config(store), tmp_path / "other")
+    files = [(tmp_path / name / "best-0.safetensors").read_bytes() for name in ("job", "other")]
+    assert files[0] == files[1]
+
+
+def test_a_budget_is_for_sampled_mini_batches(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--minibatch sampled"):
+        train(config(store, train__minibatch="full", train__max_memory="4GiB"), tmp_path)
+
+
+def test_a_folder_holds_what_the_archive_holds(trained: Path, tmp_path: Path) -> None:
+    archive = predict(trained)
+    found = predict_to_folder(trained_run(trained, None, None, tmp_path, None), tmp_path / "out", parse_size("16GiB"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "temporary arrays were left"
+    assert found["num_nodes"] == 3000
+    probabilities = np.load(tmp_path / "out" / "probabilities.npy")
+    np.testing.assert_allclose(probabilities, archive["probabilities"], atol=1e-3)
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "prediction.npy"), archive["prediction"])
+    assert json.loads((tmp_path / "out" / "predict.json").read_text()) == found
+    with pytest.raises(ConfigError, match="exists already"):
+        predict_to_folder(trained_run(trained, None, None, tmp_path, None), tmp_path / "out")
+
+
+def test_predictions_are_those_that_were_scored(trained: Path, store: Path) -> None:
+    row = json.loads((trained / "result.json").read_text())["rows"][0]
+    guess, graph = predict(trained)["prediction"], Store.open(store)
+    for part in ("train", "val", "test"):
+        ids = graph.split(part, 0)
+        assert (guess[ids] == graph.y[ids]).mean() == row[part]
+
+
+def test_a_prediction_that_does_not_fit_is_refused(trained: Path, tmp_path: Path) -> None:
+    done = run("predict", trained, "--out", tmp_path / "out", "--max-memory", "100MiB")
+    assert done.returncode == 2
+    assert "more than --max-memory 100 MiB" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = run("predict", trained, "--out", tmp_path / "out", "--max-memory", "1GiB", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "predict.json").read_text())["peak_bytes"] < 1 << 30
+    assert "--rounds" in run("predict", trained, "--out", tmp_path / "more", "--rounds", 2).stderr
