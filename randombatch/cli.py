@@ -16,7 +16,7 @@ from randombatch.bench.commands import bench
 from randombatch.data.store import commands as store_commands
 from randombatch.data.store import is_store
 from randombatch.report.tables import print_comparison, print_convergence, print_training
-from randombatch.terminal import clear_errors, fractions, integers, pieces
+from randombatch.terminal import clear_errors, fractions, integers, pieces, say
 from randombatch.train.checkpoint import write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, load_config, parse_assignment, recipe_names
 
