@@ -84,7 +84,20 @@ def load(
     if str(dataset).lower() == "synthetic" and split == "stored" and edges == "symmetric" and metric is None:
         # The name that ranks which make only their part of it know it by.
         return dataclasses.replace(graph, hashes=synthetic.Synthetic(**options).hashes(feature_norm))
+    if is_store(dataset) and as_it_is(dataset, edges, split, feature_norm):
+        from randombatch.data.in_rows import of_store
+        from randombatch.data.store.store import Store
+
+        return dataclasses.replace(graph, hashes=of_store(Store.open(dataset)).hashes)
     return graph
+
+
+def as_it_is(store: str | Path, edges: str, split: str, feature_norm: str) -> bool:
+    """Whether these settings leave a store's numbers as they are: then ranks may read only their rows of it."""
+    from randombatch.data.store.store import Store
+
+    direction = "symmetric" if Store.open(store).undirected else "directed"
+    return edges == direction and split in ("stored", "fixed") and feature_norm == "none"
 
 
 def read_raw(dataset: str, *, root: str | Path | None = None, **options) -> Raw:

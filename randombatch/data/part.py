@@ -8,6 +8,7 @@ from torch import Tensor
 
 from randombatch.data.edges import sorted_unique
 from randombatch.data.graph import Graph
+from randombatch.data.in_rows import GraphInRows
 from randombatch.data.raw import normalise
 from randombatch.data.synthetic import Synthetic, edge_chunks
 from randombatch.distributed.shard import Shard
@@ -112,3 +113,41 @@ def _incoming(recipe: Synthetic, shard: Shard) -> Tensor:
             found.append(((source[mine] << bits) | target[mine]).numpy())
     keys = sorted_unique(np.concatenate(found))
     return torch.from_numpy(np.stack([keys >> bits, keys & ((1 << bits) - 1)]))
+
+
+def part_of_rows(rows: GraphInRows, shard: Shard) -> Part:
+    """The part of a graph on disk, read without the rest; of a directed one all arcs are looked through once."""
+    own = shard.rows.numpy()
+    masks = {f"{part}_mask": _mask(rows, part, own) for part in ("train", "val", "test")}
+    incoming = _arcs_of(rows, own)
+    outgoing = None if rows.edges == "symmetric" else _outgoing(rows, shard)
+    return Part(
+        shard=shard, name=rows.name, x=torch.from_numpy(rows.x[own].astype(np.float32)),
+        y=torch.from_numpy(rows.y[own].astype(np.int64)), **masks, incoming=incoming, outgoing=outgoing,
+        num_nodes=rows.num_nodes, num_edges=rows.num_edges, num_classes=rows.num_classes, metric=rows.metric,
+        edges=rows.edges, ptr=None, warnings=rows.warnings, hashes=rows.hashes,
+    )  # fmt: skip
+
+
+def _mask(rows: GraphInRows, part: str, own: np.ndarray) -> Tensor:
+    """Which of the own nodes are in a part, [n, S]."""
+    found = [np.isin(own, rows.split(part, number)) for number in range(rows.num_splits)]
+    return torch.from_numpy(np.stack(found, 1))
+
+
+def _arcs_of(rows: GraphInRows, targets: np.ndarray) -> Tensor:
+    """Arcs into these nodes, ordered by source and target."""
+    starts = rows.indptr[targets].astype(np.int64)
+    counts = rows.indptr[targets + 1].astype(np.int64) - starts
+    inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    arcs = np.stack([rows.indices[np.repeat(starts, counts) + inside].astype(np.int64), np.repeat(targets, counts)])
+    return torch.from_numpy(arcs[:, np.lexsort((arcs[1], arcs[0]))])
+
+
+def _outgoing(rows: GraphInRows, shard: Shard) -> Tensor:
+    found = []
+    for start in range(0, rows.num_nodes, CHUNK):
+        arcs = _arcs_of(rows, np.arange(start, min(start + CHUNK, rows.num_nodes)))
+        found.append(arcs[:, shard.owner_of(arcs[0]) == shard.rank])
+    arcs = torch.cat(found, 1)
+    return arcs[:, torch.from_numpy(np.lexsort((arcs[1].numpy(), arcs[0].numpy())))]

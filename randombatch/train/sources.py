@@ -7,8 +7,8 @@ from torch import Tensor
 from randombatch import data
 from randombatch.data.graph import Graph
 from randombatch.data.in_rows import GraphInRows, of_store
-from randombatch.data.part import Part, cut, synthetic_part
-from randombatch.data.store import Store
+from randombatch.data.part import Part, cut, part_of_rows, synthetic_part
+from randombatch.data.store import Store, is_store
 from randombatch.data.synthetic import Synthetic, edge_chunks
 from randombatch.distributed import Shard, metis
 from randombatch.train.config import Config, ConfigError
@@ -46,10 +46,14 @@ def map_store(config: Config) -> GraphInRows:
 def load_part(config: Config, team: Team) -> Part:
     """This rank's part of the graph.
 
-    Synthetic graphs are made part by part. Everything else is read whole by each rank, cut, and forgotten: for a graph
-    that is large beside one rank's memory, make a store of it first.
+    Synthetic graphs are made part by part, and of a store only the own rows are read. Everything else is read whole by
+    each rank, cut, and forgotten: for a graph that is large beside one rank's memory, make a store of it first.
     """
     source = config.data
+    if is_store(source.dataset) and data.as_it_is(source.dataset, source.edges, source.split, source.feature_norm):
+        rows = map_store(config)
+        shard = _shard(config, team, rows.num_nodes, lambda: load_graph(config).edge_index)
+        return part_of_rows(rows, shard)
     own_split = source.split in ("stored", "fixed") and source.num_splits in (0, 1) and not source.metric
     if source.dataset.lower() == "synthetic" and own_split and source.edges == "symmetric":
         recipe = Synthetic(**source.options)

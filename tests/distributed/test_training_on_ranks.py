@@ -11,6 +11,7 @@ import torch
 
 from randombatch import data
 from randombatch.data.part import Part, cut, synthetic_part
+from randombatch.data.store import write_store
 from randombatch.data.synthetic import Synthetic
 from randombatch.distributed import Shard
 from randombatch.train import job
@@ -77,9 +78,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_same_curve(folder: Path, expected: Path) -> None:
+def assert_same_curve(folder: Path, expected: Path, epochs: int | None = None) -> None:
     """Losses to 1e-5; of the scores, one in sixty may see two nearly equal logits of one node the other way round."""
-    here, there = lines(folder), lines(expected)
+    here, there = lines(folder), lines(expected)[:epochs]
     assert [line["epoch"] for line in here] == [line["epoch"] for line in there]
     different = 0
     for ours, theirs in zip(here, there, strict=True):
@@ -229,6 +230,36 @@ def test_models_of_others_take_mini_batches(ranks, graph: str, tmp_path: Path) -
 @dataclasses.dataclass
 class _Two:
     size: int = 2
+
+
+@pytest.mark.parametrize("undirected", [True, False])
+@pytest.mark.parametrize("partition", ["contiguous", "metis"])
+def test_of_a_store_only_the_own_rows_are_read(
+    ranks, graph: str, tmp_path: Path, undirected: bool, partition: str
+) -> None:
+    arrays = np.load(graph)
+    masks = [arrays[name] for name in ("train_mask", "val_mask", "test_mask")]
+    store = write_store(
+        tmp_path / "store", x=arrays["x"], edge_index=arrays["edge_index"], y=arrays["y"], masks=masks,
+        undirected=undirected,
+    )  # fmt: skip
+    edges = "symmetric" if undirected else "directed"
+    changes = {"train__epochs": 5, "data__edges": edges, "train__partition": partition}
+    settings = config(str(store.path), **changes)
+    run(None, config(graph, **changes), str(tmp_path / "alone"))
+    ranks(3, run_without_the_whole if partition == "contiguous" else run, settings, str(tmp_path / "three"), 3)
+    assert_same_curve(tmp_path / "three", tmp_path / "alone", 3)
+    # The same job on one rank, which reads the store whole.
+    run(None, settings, str(tmp_path / "three"), 0, True)
+    assert_same_curve(tmp_path / "three", tmp_path / "alone")
+
+
+def run_without_the_whole(group: Any, *arguments: Any) -> dict[str, Any]:
+    load, data.load = data.load, None  # type: ignore[assignment]
+    try:
+        return run(group, *arguments)
+    finally:
+        data.load = load
 
 
 class FakeGroup:
