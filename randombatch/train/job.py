@@ -76,7 +76,7 @@ def train(
         torch.set_num_threads(config.train.threads)
     elif config.train.minibatch == "sampled":
         # One core samples: threads of torch that wait for one that has no core slow each other down many times.
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
     check_device(config.train.device)
     _check_ranks(config, team)
     team.agree(version=__version__, settings=config.to_toml())

@@ -7,6 +7,7 @@ import dataclasses
 
 from randombatch.data.store.budget import RESERVE, parse_size, size
 from randombatch.machine import highest_resident, resident_anonymous
+from randombatch.models.dense import KEEP_FROM
 from randombatch.models.sgformer import GraphBranch, SGFormer
 from randombatch.train.config import ConfigError
 from randombatch.train.sampled import SampledProblem, SampledRun
@@ -70,12 +71,12 @@ def _numbers_per_node(run: SampledRun) -> int:
     model, width = run.model, run.problem.config.model.hidden_channels
     if not isinstance(model, SGFormer):
         return 24 * width
-    layers = 4 + 3 * len(model.trans.attentions)
+    layers, kept = 5 + 2 * len(model.trans.attentions), 3 if width >= KEEP_FROM else 2
     if isinstance(model.graph, GraphBranch):
-        layers += (4 if model.graph.use_init else 3) * (len(model.graph.layers) + 1)
+        layers += (kept + model.graph.use_init) * (len(model.graph.layers) + 1)
     elif model.graph is not None:
-        layers += 3 * len(model.graph.linears)
-    return width * (layers + 4) + run.problem.rows.num_features
+        layers += kept * len(model.graph.linears)
+    return width * layers + run.problem.rows.num_features
 
 
 def check_budget(run: SampledRun) -> Estimate | None:
