@@ -132,7 +132,8 @@ class Rank:
         self.step()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         return {
-            "step_s": seconds, "cpu_s": cpu, "attention_wait_s": attention.seconds_waiting, "halo_wait_s": halo.seconds_waiting,
+            "step_s": seconds, "cpu_s": cpu,
+            "attention_wait_s": attention.seconds_waiting, "halo_wait_s": halo.seconds_waiting,
             "attention_bytes": attention.bytes_sent, "halo_bytes": halo.bytes_sent, "arcs": self.num_arcs,
             "rows": len(self.shard), "halo_rows": self.edges.halo_size if self.edges is not None else 0,
         }  # fmt: skip

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -187,12 +188,14 @@ def _reading(settings: Settings, store: Store, path: Path) -> list[dict[str, Any
         seconds = []
         for some in ids:
             if cold:
-                _drop_cache(file)
+                del reader
+                _drop_cache(file, store)
+                reader = Rows(store.x, threads=2, cold=True)
             start = time.perf_counter()
             reader.read(some)
             seconds.append(time.perf_counter() - start)
         rows.append({"name": name, "rows_per_s": len(ids[0]) / min(seconds), "bytes_per_row": store.x[0].nbytes})
-    _drop_cache(file)
+    _drop_cache(file, store)
     pages = generator.integers(file.stat().st_size // PAGE, size=min(ROWS, 4096))
     with file.open("rb") as handle, ThreadPoolExecutor(32) as pool:
         start = time.perf_counter()
@@ -201,10 +204,12 @@ def _reading(settings: Settings, store: Store, path: Path) -> list[dict[str, Any
     return rows
 
 
-def _drop_cache(file: Path) -> None:
+def _drop_cache(file: Path, store: Store) -> None:
     """Ask the system to forget the file; where it cannot, what follows is warm."""
     if not hasattr(os, "posix_fadvise"):
         return
+    # Pages that this process has mapped would stay.
+    store.x.base.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
     with file.open("rb") as handle:
         os.fsync(handle.fileno())
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
