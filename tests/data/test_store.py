@@ -1,5 +1,6 @@
 """Stores: what is written is what the loader in memory has, and defects that are cheap to see are refused."""
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -50,7 +51,7 @@ def test_a_store_as_data_set(tmp_path: Path) -> None:
         again = data.load(str(tmp_path / features))
         assert torch.equal(again.edge_index, graph.edge_index)
         assert torch.equal(again.y, graph.y)
-        assert again.split_hash() == graph.split_hash()
+        assert dataclasses.replace(again, hashes=None).split_hash() == graph.split_hash()
         assert torch.equal(again.x, graph.x if features == "float32" else graph.x.half().float())
         assert (again.name, again.num_classes, again.metric) == (graph.name, graph.num_classes, graph.metric)
     assert again.warnings == graph.warnings
