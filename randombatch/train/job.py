@@ -32,7 +32,7 @@ from randombatch.data.part import Part
 from randombatch.data.store import is_store
 from randombatch.data.store.budget import Watch, parse_size, size
 from randombatch.machine import Peak, machine
-from randombatch.models.sgformer import check_full
+from randombatch.models.global_attention import check_full
 from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, from_tables
 from randombatch.train.loop import Problem, Run, TrainingError, run_to_end

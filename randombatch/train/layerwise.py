@@ -27,7 +27,8 @@ from randombatch.data.store.budget import size as in_words
 from randombatch.distributed.exchange import finish
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
-from randombatch.models.sgformer import GlobalAttention, GraphBranch, PlainGraphBranch, SGFormer, TransformerBranch
+from randombatch.models.global_attention import GlobalAttention
+from randombatch.models.sgformer import GraphBranch, PlainGraphBranch, SGFormer, TransformerBranch
 from randombatch.train.lazy_rows import BLOCK_BYTES, Arrays, Computed, Convolved, LazyRows, OnDisk, spans
 
 Advance = Callable[[str, int, int], None]

@@ -20,8 +20,8 @@ from torch_geometric.nn.models import SGFormer as PeerSGFormer
 
 from randombatch.attention import blocks
 from randombatch.division import Division, draw_seed, fold_in
-from randombatch.models import ATTENTIONS, Adjacency, SGFormer, dense, sgformer
-from randombatch.models.sgformer import FULL_LIMIT, GlobalAttention
+from randombatch.models import ATTENTIONS, Adjacency, SGFormer, dense, global_attention, sgformer
+from randombatch.models.global_attention import FULL_LIMIT, GlobalAttention
 
 F, D, C, P = 5, 4, 3, 4
 DEFAULTS = {name: p.default for name, p in inspect.signature(SGFormer).parameters.items()}
@@ -405,7 +405,7 @@ def test_full_attention_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"limited to graphs of 16,384 nodes, this one has 16,385 \(1 GB .*random-batch"
     ):
         build("full", use_graph=False)(torch.zeros(FULL_LIMIT + 1, F).double(), torch.empty(2, 0))
-    monkeypatch.setattr(sgformer, "FULL_LIMIT", 10)
+    monkeypatch.setattr(global_attention, "FULL_LIMIT", 10)
     x, edge_index = graph(23)
     with pytest.raises(ValueError, match="limited to graphs of 10 nodes, this one has 23"):
         build("full")(x, edge_index)

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from randombatch.cli import app, main
-from randombatch.models import sgformer
+from randombatch.models import global_attention
 from randombatch.train import progress
 from randombatch.train.config import Config, recipe_names
 
@@ -184,12 +184,12 @@ def test_compare_notices_at_once_where_it_cannot_write(
 
 
 def test_full_attention_has_its_limit(quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sgformer, "FULL_LIMIT", 59)
+    monkeypatch.setattr(global_attention, "FULL_LIMIT", 59)
     line = refused("train", quick, "--attention", "full", "--out", tmp_path / "job")
     assert "full attention is limited to graphs of 59 nodes, this one has 60" in line
     assert "use attention 'random-batch'" in line
     assert not (tmp_path / "job").exists()
-    monkeypatch.setattr(sgformer, "FULL_LIMIT", 60)
+    monkeypatch.setattr(global_attention, "FULL_LIMIT", 60)
     assert run("train", quick, "--attention", "full", "--out", tmp_path / "job").exit_code == 0
 
 
