@@ -64,14 +64,13 @@ class StopAt(Display):
 
 def run(group: Any, settings: Config, folder: str, stop: int = 0, resume: bool = False) -> dict[str, Any]:
     """Train as one rank; the result, or {} where it was stopped."""
-    from randombatch.report import plots
-
-    plots.plot_curves = lambda *_: None  # type: ignore[assignment]
     team = None if group is None else Team(group)
-    try:
-        return job.train(settings, Path(folder), resume=resume, display=StopAt(stop) if stop else None, team=team)
-    except KeyboardInterrupt:
-        return {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("randombatch.report.plots.plot_curves", lambda *_: None)
+        try:
+            return job.train(settings, Path(folder), resume=resume, display=StopAt(stop) if stop else None, team=team)
+        except KeyboardInterrupt:
+            return {}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
