@@ -52,13 +52,13 @@ def plan(division: Division, shard: Shard, device: torch.device | None = None) -
         places = torch.isin(own, division.rows.to(own.device)).nonzero().squeeze(1)
         own = own[places]
     destination = torch.searchsorted(bounds[1:-1].contiguous(), division.position(own), right=True)
-    by_destination = _sorting(destination, few=True)
+    by_destination = sorting(destination, few=True)
     send = torch.bincount(destination, minlength=shard.size).tolist()
     first, stop = batch_bounds[shard.rank], batch_bounds[shard.rank + 1]
     begin, end = int(bounds[shard.rank]), int(bounds[shard.rank + 1])
     ids = division.order(begin, end, device)
     source = shard.owner_of(ids)
-    arrival = _sorting(ids if shard.owner is None else source * shard.num_rows + ids)
+    arrival = sorting(ids if shard.owner is None else source * shard.num_rows + ids)
     order = torch.empty_like(arrival)
     order[arrival] = torch.arange(len(arrival), device=order.device)
     batches = GivenBatches(
@@ -70,10 +70,10 @@ def plan(division: Division, shard: Shard, device: torch.device | None = None) -
     )  # fmt: skip
 
 
-def _sorting(keys: Tensor, few: bool = False) -> Tensor:
+def sorting(keys: Tensor, few: bool = False) -> Tensor:
     """What sorts the keys, on a CPU by NumPy, which is several times faster at it.
 
-    Either all keys are different, or there are `few` (numbers of ranks), and equal ones stay in order.
+    Either all keys are different, or there are `few` (below 32,768), and equal ones stay in order.
     """
     if keys.device.type != "cpu":
         return torch.argsort(keys, stable=True)

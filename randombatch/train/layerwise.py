@@ -1,8 +1,8 @@
 """SGFormer over all nodes of a graph on disk, with all neighbours and random batches, layer by layer.
 
 In evaluation every layer but two is a function of single rows. A graph convolution gathers rows at random, so its input
-goes to disk first; random-batch attention gathers the rows of some batches, in the order of the division, and puts the
-results where they belong. Everything else is computed on the way. The logits are those of `model.eval()(x, edges)` up
+goes to disk first; so do the rows of random-batch attention, in the order of the division (`shuffle.py`). Everything
+else is computed on the way. The logits are those of `model.eval()(x, edges)` up
 to rounding: of float32, or of float16 where the store's features are float16 and so are the arrays on disk.
 
 Disk: two arrays of N x D for up to two convolutions or more and one attention layer (one more for a second attention
@@ -30,6 +30,7 @@ from randombatch.given_batches import GivenBatches
 from randombatch.models.global_attention import GlobalAttention
 from randombatch.models.sgformer import GraphBranch, PlainGraphBranch, SGFormer, TransformerBranch
 from randombatch.train.lazy_rows import BLOCK_BYTES, Arrays, Computed, Convolved, LazyRows, OnDisk, spans
+from randombatch.train.shuffle import Shuffled
 
 Advance = Callable[[str, int, int], None]
 FOLDER = ".layers-"
@@ -192,13 +193,13 @@ def _transformer_branch(branch: TransformerBranch, x: LazyRows, arrays: Arrays, 
         def finished(rows: Tensor, attended: Tensor, end: Any = end) -> Tensor:
             return end(torch.lerp(rows, attended, branch.alpha) if branch.use_residual else attended)
 
-        tell = stages(f"attention {number + 1}")
+        name = f"attention {number + 1}"
         if attention.attention == "none":
             h = Computed(_attending(attention, finished), h)
         elif attention.attention == "origin":
-            h = Computed(_linear_attention(attention, h, arrays.num_rows, finished, tell), h)
+            h = Computed(_linear_attention(attention, h, arrays.num_rows, finished, stages(name)), h)
         else:
-            before, h = h, _in_batches(attention, h, arrays, finished, tell)
+            before, h = h, _in_batches(attention, h, arrays, finished, (stages(f"{name}, divided"), stages(name)))
             arrays.drop(before)
     return h
 
@@ -208,31 +209,26 @@ def _attending(attention: GlobalAttention, finished: Callable) -> Callable[[Tens
 
 
 def _in_batches(
-    attention: GlobalAttention, h: LazyRows, arrays: Arrays, finished: Callable, tell: Callable[[int], None]
-) -> OnDisk:
-    """Some batches at a time, gathered from `h`, attended to, and put to their places on disk."""
+    attention: GlobalAttention,
+    h: LazyRows,
+    arrays: Arrays,
+    finished: Callable,
+    advance: tuple[Callable[[int], None], Callable[[int], None]],
+) -> Shuffled:
+    """All rows shuffled on disk, then replaced, some batches at a time, by what attention makes of them."""
     if attention.eval_rounds != 1:
         raise ValueError(f"layer-wise inference takes one division, got `eval_rounds` {attention.eval_rounds}")
     (seed,) = attention.draw()
     division = Division(arrays.num_rows, attention.items_per_batch(arrays.num_rows), int(seed))
-    starts, out = division.starts, arrays.new(attention.channels)
-    per_block = max(1, BLOCK_BYTES // (4 * attention.channels))
-    first = 0
-    while first < division.num_batches:
-        last = int(torch.searchsorted(starts, starts[first] + per_block, right=True)) - 1
-        last = min(max(last, first + 1), division.num_batches)
-        begin, end = int(starts[first]), int(starts[last])
-        ids = division.order(begin, end)
-        rows = h.take(ids)
-        batches = GivenBatches(
-            torch.arange(len(ids), device=rows.device), starts[first : last + 1] - begin, division.batch_size,
-            division.seed, first=first,
-        )  # fmt: skip
+    shuffled = Shuffled(arrays.new(attention.channels), division, arrays.device).fill(h, advance[0])
+    for first, starts, places in shuffled.batches(max(1, BLOCK_BYTES // (4 * attention.channels))):
+        rows = torch.from_numpy(shuffled.array[places].astype(np.float32)).to(arrays.device)
+        order = torch.arange(len(rows), device=rows.device)
+        batches = GivenBatches(order, starts, division.batch_size, division.seed, first=first)
         attended = finish(attention.stages(rows, None, [], batches=batches))
-        out[ids.numpy()] = finished(rows, attended).cpu().numpy()
-        tell(end - begin)
-        first = last
-    return OnDisk(out, arrays.device)
+        shuffled.array[places] = finished(rows, attended).cpu().numpy()
+        advance[1](len(rows))
+    return shuffled
 
 
 def _linear_attention(

@@ -1,7 +1,7 @@
 """Rows of an intermediate array, computed when they are asked for; what is gathered at random is put on disk first.
 
-Every source has `block(start, stop)`, consecutive rows as a float32 tensor; those that can also have `take(ids)`, rows
-of any nodes. Nothing of the size of the graph is held in memory.
+Every source has `block(start, stop)`, consecutive rows as a float32 tensor. Nothing of the size of the graph is held in
+memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from randombatch.data.in_rows import GraphInRows
-from randombatch.data.sampling.cold import is_cold
-from randombatch.data.sampling.rows import Rows, _float_of_half
+from randombatch.data.sampling.rows import _float_of_half
 from randombatch.data.sampling.threads import Threads
 
 # Bytes of one array of a block; about ten are alive at a time.
@@ -26,7 +25,6 @@ class LazyRows(Protocol):
     """Something with N rows."""
 
     def block(self, start: int, stop: int) -> Tensor: ...
-    def take(self, ids: Tensor) -> Tensor: ...
 
 
 def spans(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
@@ -41,13 +39,9 @@ class OnDisk:
 
     def __init__(self, array: np.ndarray, device: torch.device) -> None:
         self.array, self.device = array, device
-        self._rows = Rows(array, cold=is_cold(array))
 
     def block(self, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self.array[start:stop].astype(np.float32)).to(self.device)
-
-    def take(self, ids: Tensor) -> Tensor:
-        return self._rows.read(ids).to(self.device)
 
 
 class Computed:
@@ -58,9 +52,6 @@ class Computed:
 
     def block(self, start: int, stop: int) -> Tensor:
         return self.function(*(rows.block(start, stop) for rows in self.inputs))
-
-    def take(self, ids: Tensor) -> Tensor:
-        return self.function(*(rows.take(ids) for rows in self.inputs))
 
 
 class Convolved:
@@ -82,9 +73,6 @@ class Convolved:
         jobs = [(indptr, indices, bits, start, lo, hi, out) for lo, hi in self._shares(start, stop)]
         self.threads.run(add, jobs)
         return torch.from_numpy(out).to(self.x.device)
-
-    def take(self, ids: Tensor) -> Tensor:
-        raise TypeError("convolved rows come in order: put them on disk first")
 
     def _shares(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Rows of about as many arcs for each thread."""
@@ -149,5 +137,6 @@ class Arrays:
     @staticmethod
     def drop(rows: LazyRows) -> None:
         """Remove the file of stored rows that are not needed any more."""
-        if isinstance(rows, OnDisk) and isinstance(rows.array, np.memmap) and rows.array.filename is not None:
-            Path(str(rows.array.filename)).unlink(missing_ok=True)
+        array = getattr(rows, "array", None)
+        if isinstance(array, np.memmap) and array.filename is not None:
+            Path(str(array.filename)).unlink(missing_ok=True)
