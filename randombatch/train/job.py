@@ -19,7 +19,6 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,9 @@ from randombatch.data.store import is_store
 from randombatch.data.store.budget import Watch, parse_size, size
 from randombatch.machine import Peak, machine
 from randombatch.models.global_attention import check_full
-from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_atomically, write_json
-from randombatch.train.config import Config, ConfigError, from_tables
+from randombatch.train.checkpoint import CheckpointError, Checkpoints, save_tensors, write_json
+from randombatch.train.config import Config, ConfigError
+from randombatch.train.job_folder import alone_in, check_same, finished_result, prepare_folder
 from randombatch.train.loop import Problem, Run, TrainingError, run_to_end
 from randombatch.train.metrics import mean_and_deviation
 from randombatch.train.progress import Display
@@ -43,7 +43,6 @@ from randombatch.train.team import Team
 from randombatch.version import __version__
 
 CHECKPOINT_SECONDS = 30.0
-LOCK_SECONDS = 5.0
 
 
 class Interrupted(Exception):
@@ -84,18 +83,18 @@ def train(
     team.agree(data=f"{graph.content_hash()} {graph.split_hash()}")
     if resume and team.any(team.leader and (folder / "result.json").exists()):
         if team.leader:
-            _check_same(config, folder)
-        return _finished(folder, graph) if team.leader else {}
+            check_same(config, folder)
+        return finished_result(folder, graph) if team.leader else {}
     if graph.ptr is not None and config.train.minibatch != "full":
         raise ConfigError("mini-batches of nodes would tear many graphs apart: set train.minibatch to 'full'")
     if config.model.name != "sgformer" and config.train.minibatch == "all-edges":
         raise ConfigError(f"{config.model.name} cannot attend to a part of the nodes: set train.minibatch to 'induced'")
     problem = make_problem(graph, config, team, folder)
-    _check_model(problem)
+    _check_model(problem, display)
     with contextlib.ExitStack() as stack:
         if team.leader:
-            _prepare(config, folder, resume)
-            stack.enter_context(_alone(folder))
+            prepare_folder(config, folder, resume)
+            stack.enter_context(alone_in(folder))
         for warning in graph.warnings:
             display.line(f"warning: {warning}")
         with Watch() as watch:
@@ -121,18 +120,6 @@ def _check_ranks(config: Config, team: Team) -> None:
         )
 
 
-def _finished(folder: Path, graph: Graph | Part | GraphInRows) -> dict[str, Any]:
-    path = folder / "result.json"
-    try:
-        result = json.loads(path.read_text())
-        seen = result["data_hash"], result["data"]["split_hash"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is no result of this program: remove it and continue from the checkpoint") from None
-    if seen != (graph.content_hash(), graph.split_hash()):
-        raise ConfigError(f"the data changed since {folder} was finished: choose another --out")
-    return result
-
-
 class Job:
     """The runs of one folder, in order."""
 
@@ -140,6 +127,7 @@ class Job:
         self.problem, self.folder, self.display, self.watch = problem, folder, display, watch
         graph = self.graph = problem.graph
         self.config, self.team = problem.config, problem.team
+        problem.advance = display.scoring
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.metrics = folder / "metrics.jsonl"
         self.finished: list[dict[str, Any]] = []
@@ -216,6 +204,7 @@ class Job:
             file.truncate(size)
 
     def _after_step(self, run: Run, signals: "_Signals") -> None:
+        self.display.step(run, self.peak_bytes)
         due = run.step < run.steps_per_epoch and time.monotonic() - self.saved_at > CHECKPOINT_SECONDS
         over = self.limit is not None and self.watch.peak > self.limit
         stop, due, over = self.team.any_of(signals.received, due, over)
@@ -311,69 +300,20 @@ class Job:
         return result
 
 
-def _prepare(config: Config, folder: Path, resume: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file: choose another folder with --out")
-    if (folder / "config.toml").exists():
-        if not resume:
-            raise ConfigError(f"{folder} holds a job already: continue it with --resume, or choose another --out")
-        _check_same(config, folder)
-    elif folder.is_dir() and any(p.name != ".lock" and p.suffix != ".tmp" for p in folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty and holds no job: choose another folder with --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.toml", config.to_toml().encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two processes in one folder would overwrite each other: the second one is refused. Ends with the process."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with (folder / ".lock").open("w") as file:
-        # One that is just being stopped finishes its step and saves.
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"another process is training in {folder}: wait for it, or choose another --out"
-                    ) from None
-                time.sleep(0.1)
-        yield
-
-
-def _check_same(config: Config, folder: Path) -> None:
-    from randombatch.train.config import load_config
-
-    there = dataclasses.asdict(load_config(folder / "config.toml").essential())
-    here = dataclasses.asdict(from_tables(dataclasses.asdict(config)).essential())
-    for section, table in here.items():
-        for name, value in table.items():
-            if there[section].get(name) != value:
-                raise ConfigError(
-                    f"{folder} was started with {section}.{name} = {there[section].get(name)!r}, not {value!r}: "
-                    "continue it with the same settings, or choose another --out"
-                )
-
-
-def _check_model(problem: Problem) -> None:
+def _check_model(problem: Problem, display: Display) -> None:
     """Everything about the model that can be refused is refused before anything is written."""
     run = problem.run(0)
-    if problem.config.train.max_memory:
-        from randombatch.train.memory import check_budget
+    limit = problem.config.train.max_memory
+    if limit:
+        from randombatch.train.memory import TRIALS, check_budget
         from randombatch.train.sampled import SampledRun
 
         if not isinstance(run, SampledRun):
             raise ConfigError("--max-memory is for sampled mini-batches: --minibatch sampled")
+        if run.loader.rows.cold:
+            display.line(
+                f"drawing {TRIALS} mini-batches to see whether they fit into {problem.config.train.max_memory}"
+            )
         check_budget(run)
     sizes = problem.graph.num_nodes if problem.ptr is None else int(problem.ptr.diff().max())
     if problem.config.model.attention == "full":

@@ -68,7 +68,7 @@ class Problem:
         counts = self.shard.gather_rows(torch.count_nonzero(x, 1))
         return (counts.cumsum(0) - counts)[self.shard.rows]
 
-    # Hears (layer, rows done, rows in all) where nodes are scored layer by layer.
+    # Hears (what, rows done, rows in all) while nodes of a store are scored.
     advance: Callable[[str, int, int], None] | None = None
 
     def run(self, number: int, trial: bool = False) -> "Run":

@@ -3,13 +3,13 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from randombatch.train.loop import Run
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_MOVES = 10.0, 0.2
 WIDE = 100  # columns; below, the bar and the count of epochs need the room
 
 
@@ -46,9 +46,27 @@ class Display:
             yield
         self._progress = None
 
+    def step(self, run: "Run", peak_bytes: Callable[[], int]) -> None:
+        """After every step of an epoch that has several."""
+        if self.quiet or run.steps_per_epoch == 1 or not self._is_time():
+            return
+        figures = f"step {run.step}/{run.steps_per_epoch}  loss {run.loss_sum / max(1, run.loss_count):.4f}"
+        share = run.step / run.steps_per_epoch
+        self._show(run, share, f"{figures}  {peak_bytes() / 1e9:.2f} GB", f"epoch {run.epoch + 1}/{self.epochs}")
+
+    def scoring(self, what: str, done: int, total: int) -> None:
+        """While nodes are scored piece by piece."""
+        if self.quiet or not self._is_time():
+            return
+        figures = f"scoring: {what} {100 * done // max(1, total)} %"
+        if self._progress is not None:
+            self._progress.update(self._task, figures=figures)
+        else:
+            self.line(figures)
+
     def epoch(self, run: "Run", peak_bytes: int) -> None:
         """After every epoch."""
-        if self.quiet:
+        if self.quiet or not (self._progress is not None or self._is_time()):
             return
         figures = f"loss {run.loss:.4f}"
         if run.scores:
@@ -56,13 +74,23 @@ class Display:
             if self._progress is None or self._progress.console.width >= WIDE:
                 figures += f"  best {100 * run.best['val']:.2f}"
         figures += f"  {peak_bytes / 1e9:.2f} GB"
-        done = run.number * self.epochs + run.epoch
+        self._show(run, 0.0, figures, f"epoch {run.epoch}/{self.epochs}")
+
+    def _is_time(self) -> bool:
+        """Whether something may be shown again: a bar moves often, lines come seldom."""
+        now = time.monotonic()
+        due = now - self._told > (SECONDS_BETWEEN_LINES if self._progress is None else SECONDS_BETWEEN_MOVES)
+        self._told = now if due else self._told
+        return due
+
+    def _show(self, run: "Run", share: float, figures: str, epoch: str) -> None:
+        """`share` of the epoch under way is done."""
         if self._progress is not None:
             title = f"{self.title} run {run.number + 1}/{self.runs}"
+            done = run.number * self.epochs + run.epoch + share
             self._progress.update(self._task, completed=done, figures=figures, description=title)
-        elif time.monotonic() - self._told > SECONDS_BETWEEN_LINES:
-            self._told = time.monotonic()
-            self.line(f"run {run.number + 1}/{self.runs} epoch {run.epoch}/{self.epochs}  {figures}")
+        else:
+            self.line(f"run {run.number + 1}/{self.runs} {epoch}  {figures}")
 
     def finished(self, run: "Run") -> None:
         """After every run."""

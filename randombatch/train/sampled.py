@@ -147,10 +147,13 @@ class SampledRun(Run):
         self.model.eval()
         tallies = {part: Tally(self.problem.graph.metric) for part in most}
         for part, tally in tallies.items():
-            loader = self.problem.loader(self._some(part, most[part]), self.split, _EVALUATION, shuffle=False)
+            loader, done = self.problem.loader(self._some(part, most[part]), self.split, _EVALUATION, shuffle=False), 0
             for batch in loader.batches(0):
                 batch = batch.to(self.problem.device, non_blocking=True)
                 tally.add(self._forward(batch), batch.y)
+                done += batch.num_seeds
+                if self.problem.advance is not None:
+                    self.problem.advance(part, done, loader.num_ids)
         return self._scores(tallies)
 
     def _some(self, part: str, most: int) -> np.ndarray:

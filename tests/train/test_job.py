@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as nnf
 
 from randombatch.models.features import SparseFeatures
-from randombatch.train import job
+from randombatch.train import job, job_folder, progress
 from randombatch.train.config import Config, ConfigError, load_config
 from randombatch.train.job import Interrupted, TrainingError, train
 from randombatch.train.loop import Problem
@@ -225,7 +226,7 @@ def test_signals_finish_the_step_save_and_exit_with_130(
     number: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(job_folder, "LOCK_SECONDS", 0.0)
     config = longer
     (tmp_path / "job.toml").write_text(config.to_toml())
     folder = tmp_path / "job"
@@ -251,6 +252,20 @@ def test_signals_finish_the_step_save_and_exit_with_130(
     train(config, folder, resume=True, display=display)
     assert f"continuing run 1 after epoch {done}" in display.lines
     assert outcome(folder) == longer_whole
+
+
+def test_steps_and_scoring_are_shown(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an epoch takes hours, something is seen to move."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
+    config, display = small(train__minibatch="sampled", train__seeds=8, train__evaluation="sampled"), Told()
+    train(config, tmp_path, display=display)
+    steps = [line for line in display.lines if line.startswith("run 1/2 epoch 2/5  step ")]
+    number = len(steps)
+    assert number > 1
+    for done, line in enumerate(steps, 1):
+        assert re.fullmatch(rf"run 1/2 epoch 2/5  step {done}/{number}  loss \d\.\d+  \d\.\d\d GB", line)
+    assert {"scoring: train 100 %", "scoring: val 100 %", "scoring: test 100 %"} < set(display.lines)
+    assert sum(line.startswith("run 1/2 epoch 5/5  loss ") for line in display.lines) == 1
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")

@@ -42,8 +42,8 @@ def test_batches_are_those_of_the_division(shuffled: Shuffled, most: int) -> Non
         items = shuffled.array[places, 0].astype(int)
         batches += [items[a:b].tolist() for a, b in itertools.pairwise(starts)]
         shuffled.array[places] += 1000
-    order, starts = shuffled.division.order().tolist(), shuffled.division.starts.tolist()
-    assert batches == [order[a:b] for a, b in itertools.pairwise(starts)]
+    order = shuffled.division.order().tolist()
+    assert batches == [order[a:b] for a, b in itertools.pairwise(shuffled.division.starts.tolist())]
     np.testing.assert_array_equal(shuffled.block(0, N).numpy(), NUMBERS + 1000)
 
 
