@@ -24,7 +24,7 @@ EDGES = ("symmetric", "directed")
 METRICS = ("accuracy", "roc_auc", "f1")
 ALIASES = {"papers100m": "ogbn-papers100M"}
 # What no number of a run depends on: a job may be continued with others.
-FREE = ("max_memory", "prefetch", "workers")
+FREE = ("max_memory", "prefetch", "workers", "together")
 
 
 class ConfigError(ValueError):
@@ -82,10 +82,11 @@ class TrainConfig:
     about `seeds` in every epoch, each with the edges inside it (SGFormer's large graphs); "all-edges" divides them
     alike, but the graph branch keeps all edges; "sampled" takes `seeds` training nodes with their neighbourhoods, drawn
     by `fanouts`, and `companions` random nodes of the whole graph for the attention, out of memory or out of a store,
-    `prefetch` mini-batches ahead by `workers` threads. `evaluation` and `eval_nodes`: see `train.sampled`. `max_memory`
-    ("4GiB") bounds the anonymous memory of a sampled run, empty does not. `patience` is in epochs, 0 never stops early.
-    `runs` = 0 is one run for each stored split, or five where there is one split. Run r has seed `seed + r` and split r
-    (modulo their number).
+    `prefetch` mini-batches ahead by `workers` threads, `together` at a time (0: 8 of a store larger than the machine's
+    memory, or as many as `max_memory` allows, else one). `evaluation` and `eval_nodes`: see `train.sampled`.
+    `max_memory` ("4GiB") bounds the anonymous memory of a sampled run, empty does not. `patience` is in epochs, 0 never
+    stops early. `runs` = 0 is one run for each stored split, or five where there is one split. Run r has seed
+    `seed + r` and split r (modulo their number).
     On several ranks: `partition` "contiguous" or "metis" says who owns which nodes, `exchange` "global" or "local"
     whether batches reach over ranks, and `timeout` how many seconds a rank waits for another one.
     """
@@ -100,6 +101,7 @@ class TrainConfig:
     fanouts: list[int] = dataclasses.field(default_factory=lambda: [15, 10, 5])
     companions: int = 0
     prefetch: int = 2
+    together: int = 0
     workers: int = 1
     max_memory: str = ""
     evaluation: str = "auto"
@@ -125,7 +127,7 @@ class TrainConfig:
             _at_least(f"train.{name}", getattr(self, name), least)
         for name in (
             "patience", "runs", "threads", "seed", "trans_weight_decay", "gnn_weight_decay", "companions", "prefetch",
-            "eval_nodes",
+            "together", "eval_nodes",
         ):  # fmt: skip
             _at_least(f"train.{name}", getattr(self, name), 0)
         for name in ("lr", "trans_weight_decay", "gnn_weight_decay"):

@@ -5,6 +5,8 @@ Counted is anonymous resident memory. Mapped files and the page cache are apart:
 
 import dataclasses
 
+from randombatch.data.in_rows import GraphInRows
+from randombatch.data.sampling import SeedLoader
 from randombatch.data.store.budget import RESERVE, parse_size, size
 from randombatch.machine import highest_resident, resident_anonymous
 from randombatch.models.dense import KEEP_FROM
@@ -25,7 +27,7 @@ class Estimate:
     Attributes:
         program: what the process holds already.
         model: weights, gradients, the optimiser's state, the best weights, a checkpoint on its way to the disk.
-        minibatches: `prefetch` + 2 of them, and those being drawn.
+        minibatches: `prefetch` + 2 of them, or two groups of `together`, and those being drawn.
         step: activations and gradients of the largest mini-batch.
         reserve: for freed blocks that the allocator keeps.
         nodes, arcs: of the largest mini-batch that is expected.
@@ -51,19 +53,23 @@ class Estimate:
 def estimate(run: SampledRun) -> Estimate:
     """What a run will hold, from the size of some of its mini-batches."""
     problem: SampledProblem = run.problem
-    train, rows = problem.config.train, problem.rows
-    nodes = arcs = 0
-    for step in range(min(TRIALS, run.loader.num_steps)):
-        batch = run.loader.make(0, step)
-        nodes, arcs = max(nodes, len(batch.nodes)), max(arcs, batch.edge_index.shape[1])
-    nodes, arcs = int(MARGIN * nodes), int(MARGIN * arcs)
-    one = nodes * (4 * rows.num_features + 8) + 16 * arcs
-    step = nodes * _numbers_per_node(run) * 4 + MATRIX * (arcs + nodes)
+    loader = run.loader
+    drawn = loader.sizes(range(min(TRIALS, loader.num_steps)))
+    nodes, arcs = (int(MARGIN * max(numbers)) for numbers in zip(*drawn, strict=True))
     return Estimate(
         program=resident_anonymous() or highest_resident(), model=10 * 4 * run.num_parameters,
-        minibatches=(train.prefetch + 2) * one + train.workers * DRAWN * arcs, step=step, reserve=RESERVE,
-        nodes=nodes, arcs=arcs,
+        minibatches=_minibatches(loader, problem.rows, nodes, arcs),
+        step=nodes * _numbers_per_node(run) * 4 + MATRIX * (arcs + nodes), reserve=RESERVE, nodes=nodes, arcs=arcs,
     )  # fmt: skip
+
+
+def _minibatches(loader: SeedLoader, rows: GraphInRows, nodes: int, arcs: int) -> int:
+    one = nodes * (4 * rows.num_features + 8) + 16 * arcs
+    if loader.together == 1:
+        return (loader.prefetch + 2) * one + loader.threads * DRAWN * arcs
+    # Those of a group keep the type of their features, and are sorted; the one in use has become float32.
+    waiting = nodes * (rows.x.dtype.itemsize * rows.num_features + 24) + 16 * arcs
+    return one + loader.together * ((1 + min(1, loader.prefetch)) * waiting + DRAWN * arcs)
 
 
 def _numbers_per_node(run: SampledRun) -> int:
@@ -80,11 +86,19 @@ def _numbers_per_node(run: SampledRun) -> int:
 
 
 def check_budget(run: SampledRun) -> Estimate | None:
-    """Refuse what will not fit into `train.max_memory`, with the numbers; None where there is no such limit."""
+    """Refuse what will not fit into `train.max_memory`, with the numbers; None where there is no such limit.
+
+    Before that, fewer mini-batches are made together.
+    """
     limit = run.problem.config.train.max_memory
     if not limit:
         return None
     found = estimate(run)
+    while found.total > parse_size(limit) and run.loader.together > 1 and not run.problem.config.train.together:
+        run.loader.together //= 2
+        run.problem.together = run.loader.together
+        sizes = _minibatches(run.loader, run.problem.rows, found.nodes, found.arcs)
+        found = dataclasses.replace(found, minibatches=sizes)
     if found.total > parse_size(limit):
         raise ConfigError(
             f"this needs about {size(found.total)} ({found}; mini-batches of up to {found.nodes:,} nodes and "

@@ -57,6 +57,7 @@ class SampledProblem(Problem):
         self.config, self.team, self.scratch = config, team or Team(), scratch or Path()
         self.device = torch.device(device_of(config.train.device))
         self.shard, self.ptr = None, None
+        self.together = config.train.together or None
         self.evaluation = self._evaluation()
         self._whole: Problem | None = None
 
@@ -89,6 +90,7 @@ class SampledProblem(Problem):
         return SeedLoader(
             self.rows, part, train.seeds, train.fanouts, seed=seed, companions=train.companions, split=split,
             shuffle=shuffle, prefetch=train.prefetch, threads=train.workers, pin_memory=self.device.type == "cuda",
+            together=self.together,
         )  # fmt: skip
 
 

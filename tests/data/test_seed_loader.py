@@ -231,7 +231,22 @@ def test_asking_for_pages_ahead_changes_nothing(store: Any) -> None:
     loader = SeedLoader(store, "train", 20, (5, 4), **options, cold=True)
     assert loader.rows.cold
     assert loader.sampler.cold
+    assert loader.together == 8
     assert all(same(a, b) for a, b in zip(loader.batches(1), expected, strict=True))
+
+
+@pytest.mark.parametrize(("together", "prefetch"), [(1, 2), (2, 0), (3, 2), (100, 1)])
+@pytest.mark.parametrize("cold", [True, False])
+def test_mini_batches_made_together_are_the_same(store: Any, cold: bool, together: int, prefetch: int) -> None:
+    options: dict[str, Any] = {"seed": 3, "companions": 9}
+    expected = list(SeedLoader(store, "train", 20, (5, 4), **options, cold=False).batches(1))
+    assert len(expected) > 3
+    loader = SeedLoader(store, "train", 20, (5, 4), **options, cold=cold, together=together, prefetch=prefetch)
+    assert all(same(a, b) for a, b in zip(loader.batches(1), expected, strict=True))
+    assert all(same(a, b) for a, b in zip(loader.batches(1, 1, 2), expected[1::2], strict=True))
+    sizes = [(len(batch.nodes), batch.edge_index.shape[1]) for batch in loader.batches(0)]
+    assert loader.sizes(range(loader.num_steps)) == sizes
+    assert all(batch.x.untyped_storage().nbytes() == batch.x.nbytes for batch in loader.batches(0)), "others stay alive"
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be emptied")
@@ -272,6 +287,7 @@ def test_bad_input(store: Any) -> None:
         ({"companions": -1}, "`companions`"),
         ({"prefetch": -1}, "`prefetch`"),
         ({"threads": 0}, "`threads`"),
+        ({"together": 0}, "`together`"),
     ]
     for arguments, message in cases:
         with pytest.raises(DataError, match=message):

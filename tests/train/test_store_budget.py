@@ -15,7 +15,7 @@ from randombatch.data.store.budget import parse_size
 from randombatch.train import job
 from randombatch.train.config import Config, ConfigError
 from randombatch.train.job import TrainingError, train
-from randombatch.train.memory import estimate
+from randombatch.train.memory import check_budget, estimate
 from randombatch.train.predict import predict, trained_run
 from randombatch.train.predict_folder import predict_to_folder
 
@@ -77,7 +77,31 @@ def test_the_estimate_grows_with_what_is_asked_for(store: Path) -> None:
     assert total(train__seeds=600) > least
     assert total(train__fanouts=[5, 5, 5]) > least
     assert total(train__prefetch=8) > least
+    assert total(train__together=8) > total(train__together=2)
     assert total(model__hidden_channels=64) > 1.2 * least
+
+
+def test_fewer_mini_batches_are_made_together_where_they_do_not_fit(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a store that does not fit into memory; a number that was asked for stays."""
+    monkeypatch.setattr("randombatch.data.sampling.loader.is_cold", lambda *_: True)
+
+    def together(limit: int, asked: int = 0) -> int | None:
+        settings = config(store, train__max_memory=str(limit), train__together=asked)
+        problem = job.make_problem(job.load_rows(settings, job.Team()), settings, job.Team(), Path())
+        check_budget(problem.run(0))
+        return problem.run(0).loader.together
+
+    settings = config(store)
+    run = job.make_problem(job.load_rows(settings, job.Team()), settings, job.Team(), Path()).run(0)
+    found = estimate(run)
+    assert run.loader.together == 8
+    assert together(2 * found.total) == 8
+    least = found.total - 5 * found.minibatches // 8
+    assert together(least) in (2, 4)
+    with pytest.raises(ConfigError, match="more than --max-memory"):
+        together(least, asked=8)
 
 
 def test_a_run_that_grows_beyond_its_budget_stops(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

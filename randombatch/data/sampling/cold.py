@@ -1,10 +1,11 @@
-"""Arrays larger than memory: single pages instead of runs of them, and many at a time.
+"""Arrays larger than memory: their rows are read in the order of the file, neighbours in one request, ahead of use.
 
-By default a page that is not in memory comes with its neighbours, up to 128 KiB for a row of a few hundred bytes, and
+By default a page that is not in memory comes with its neighbours, up to megabytes for a row of a few hundred bytes, and
 the reader waits for it. That is welcome where everything will fit into memory after a while. Where it will not, the
-files are mapped a second time with the advice to read single pages, and rows are asked for some way ahead of their use,
-so that the disk works on many at a time: several times the rows per second. Asking costs about half a microsecond for a
-row, which is why it is not done where memory suffices.
+files are mapped a second time with the advice to read single pages, rows are sorted by place, and those that lie close
+are asked for together, some way ahead of their use. The disk then reads in long runs; rows of several mini-batches at
+once lie closer, so that it reads a run for all of them instead of one for each. Sorting and asking cost time, which is
+why it is not done where memory suffices.
 """
 
 import ctypes
@@ -16,9 +17,13 @@ import numpy as np
 
 from randombatch.data.sampling.mapped import has_file, place
 
-# Rows that are asked for before they are read.
-WINDOW = 128
 PAGE = mmap.PAGESIZE
+# Rows not further apart are asked for together: to skip so many bytes takes a disk as long as to read them.
+GAP = 64 << 10
+# The longest request; systems cut longer ones off.
+REQUEST = 512 << 10
+# Bytes that are asked for before they are read.
+AHEAD = 16 << 20
 
 if hasattr(mmap, "MADV_WILLNEED"):
     _advise = ctypes.CDLL(None).madvise
@@ -36,6 +41,28 @@ else:
     @numba.njit(nogil=True)
     def will_need(address, size):
         """Nothing: this system has no way to ask."""
+
+
+@numba.njit(nogil=True)
+def ask(address, width, rows, order, begin, end):
+    """Ask for the rows `rows[order[begin:end]]`, sorted by place, up to `AHEAD` bytes; the first that was not."""
+    start = stop = np.int64(-1)
+    asked = 0
+    for i in range(begin, end):
+        first = address + np.int64(rows[order[i]]) * width
+        last = first + width
+        if start >= 0 and first <= stop + GAP and last <= start + REQUEST:
+            stop = max(stop, last)
+            continue
+        if start >= 0:
+            will_need(start, stop - start)
+            asked += stop - start
+            if asked > AHEAD:
+                return i
+        start, stop = first, last
+    if start >= 0:
+        will_need(start, stop - start)
+    return end
 
 
 def is_cold(*arrays: np.ndarray, memory: int | None = None) -> bool:

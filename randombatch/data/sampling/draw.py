@@ -12,7 +12,7 @@ node draws depends on nothing but the key and its id: neither on its place in th
 import numba
 import numpy as np
 
-from randombatch.data.sampling.cold import PAGE, will_need
+from randombatch.data.sampling.cold import ask
 from randombatch.permutation import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2
 
 GOLDEN, FACTOR_1, FACTOR_2 = np.uint64(_GOLDEN), np.uint64(_MULTIPLIER_1), np.uint64(_MULTIPLIER_2)
@@ -56,11 +56,11 @@ def find_rows(indptr, num_arcs, nodes, lo, hi, fanout, starts, degrees):
 
 
 @numba.njit(nogil=True)
-def take(indices, nodes, starts, degrees, lo, hi, fanout, key, first, ends, places, ids, cold):
+def take(indices, nodes, starts, degrees, lo, hi, fanout, key, first, ends, places, ids):
     """Draw from the rows of nodes `lo` to `hi`.
 
-    The entries taken go to `ids[first]` and following, their places in `indices` to `places`; `ends[i]` is where those
-    of node i end. Where `indices` is expected not to be in memory, entries are asked for before they are read.
+    The places in `indices` of the entries taken go to `places[first]` and following, the entries to `ids` unless that
+    is empty (see `entries`); `ends[i]` is where those of node i end.
     """
     seen = _table(degrees, lo, hi, fanout)
     end = first
@@ -76,22 +76,21 @@ def take(indices, nodes, starts, degrees, lo, hi, fanout, key, first, ends, plac
                 _floyd(places, end, starts[i], degree, fanout, mix(key + np.uint64(nodes[i]) * GOLDEN), seen)
                 end += fanout
             ends[i] = end
-        if cold:
-            _ask(indices, places, begin, end)
-        for e in range(begin, end):
-            ids[e] = indices[places[e]]
+        if len(ids):
+            for e in range(begin, end):
+                ids[e] = indices[places[e]]
 
 
 @numba.njit(nogil=True)
-def _ask(indices, places, begin, end):
-    """Once for each page, where places of one page follow one another."""
+def entries(indices, places, order, lo, hi, ids):
+    """The entries at `places[order[lo:hi]]`, which are sorted: where `indices` is not expected to be in memory."""
     address, width = np.int64(indices.ctypes.data), indices.strides[0]
-    last = -1
-    for e in range(begin, end):
-        page = (address + places[e] * width) // PAGE
-        if page != last:
-            will_need(page * PAGE, PAGE)
-        last = page
+    begin, end = lo, ask(address, width, places, order, lo, hi)
+    while begin < hi:
+        further = ask(address, width, places, order, end, hi)
+        for i in range(begin, end):
+            ids[order[i]] = indices[places[order[i]]]
+        begin, end = end, further
 
 
 @numba.njit(nogil=True)

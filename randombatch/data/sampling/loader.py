@@ -14,11 +14,13 @@ from randombatch.data.sampling.background import ahead
 from randombatch.data.sampling.cold import is_cold
 from randombatch.data.sampling.numbering import contained
 from randombatch.data.sampling.rows import Rows
-from randombatch.data.sampling.sampler import NeighborSampler
+from randombatch.data.sampling.sampler import NeighborSampler, Sample
 from randombatch.permutation import Permutation, fold_in
 
 PARTS = ("train", "val", "test", "all")
 _COMPANIONS = 1
+# Mini-batches of a graph larger than memory that are made at once.
+TOGETHER = 8
 
 
 class GraphOnDisk(Protocol):
@@ -68,6 +70,10 @@ class MiniBatch:
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in _TENSORS}
         return dataclasses.replace(self, **moved)
 
+    def pinned(self) -> "MiniBatch":
+        """With its tensors in pinned memory."""
+        return dataclasses.replace(self, **{name: getattr(self, name).pin_memory() for name in _TENSORS})
+
 
 _TENSORS = ("nodes", "x", "edge_index", "y")
 
@@ -92,6 +98,8 @@ class SeedLoader:
         threads: background threads. Each makes a whole mini-batch; those beyond `prefetch` share the work of one.
         pin_memory: for copies to a GPU in the background.
         cold: whether most of the graph will not be in memory, see `cold.py`; default: if it is larger than memory.
+        together: mini-batches that are made at once, which saves reads where the graph is `cold` (default: 8 there,
+            else 1). Those that wait keep the features' own type; `prefetch` then counts as 1 at the most.
     """
 
     def __init__(
@@ -109,6 +117,7 @@ class SeedLoader:
         threads: int = 1,
         pin_memory: bool = False,
         cold: bool | None = None,
+        together: int | None = None,
     ) -> None:
         self.seeds, self.companions = whole("seeds", seeds, 1), whole("companions", companions, 0)
         self.seed, self.prefetch = whole("seed", seed), whole("prefetch", prefetch, 0)
@@ -117,6 +126,7 @@ class SeedLoader:
             raise DataError("`pin_memory` is for copies to a GPU, and there is none here: leave it off")
         inside = max(1, threads // max(1, prefetch))
         cold = is_cold(store.x, store.indptr, store.indices) if cold is None else cold
+        self.together = whole("together", (TOGETHER if cold else 1) if together is None else together, 1)
         self.sampler = NeighborSampler(store.indptr, store.indices, fanouts, threads=inside, cold=cold)
         self.total = self.sampler.num_nodes
         self.rows, self.y = Rows(store.x, threads=inside, cold=cold), store.y
@@ -133,37 +143,63 @@ class SeedLoader:
         whole("epoch", epoch, 0)
         whole("start_step", start_step, 0)
         whole("every", every, 1)
-        order = self._order(epoch)
+        order, numbers = self._order(epoch), range(start_step, self.num_steps, every)
+        groups = [numbers[i : i + self.together] for i in range(0, len(numbers), self.together)]
+        depth, threads = (self.prefetch, self.threads) if self.together == 1 else (min(1, self.prefetch), 1)
+        made = ahead(lambda steps: self._make(order, epoch, steps), groups, depth=depth, threads=threads)
+        return self._one_by_one(made)
 
-        def make(step: int) -> MiniBatch:
-            return self._make(order, epoch, step)
-
-        return ahead(make, range(start_step, self.num_steps, every), depth=self.prefetch, threads=self.threads)
+    def _one_by_one(self, made: Iterator[list[MiniBatch]]) -> Iterator[MiniBatch]:
+        for group in made:
+            while group:
+                yield self._in_floats(group.pop(0))
 
     def make(self, epoch: int, step: int) -> MiniBatch:
         """One mini-batch, here and now."""
-        return self._make(self._order(epoch), epoch, step)
+        return self._make(self._order(epoch), epoch, [step])[0]
+
+    def sizes(self, steps: Sequence[int]) -> list[tuple[int, int]]:
+        """How many nodes and arcs some mini-batches of the first epoch have."""
+        samples, companions = self._samples(self._order(0), 0, steps)[1:]
+        return [(len(s.nodes) + len(c), s.edge_index.shape[1]) for s, c in zip(samples, companions, strict=True)]
 
     def _order(self, epoch: int) -> Permutation | None:
         return Permutation(self.num_ids, fold_in(self.seed, epoch)) if self.shuffle else None
 
-    def _make(self, order: Permutation | None, epoch: int, step: int) -> MiniBatch:
-        seeds = self._seeds(order, step)
-        seed = fold_in(self.seed, epoch, step)
-        sample = self.sampler.sample(seeds, seed)
-        nodes = sample.nodes
-        companions = self._companions(nodes.numpy(), fold_in(seed, _COMPANIONS))
-        if len(companions):
-            nodes = torch.from_numpy(np.concatenate([nodes.numpy(), companions]))
-        y = torch.from_numpy(np.asarray(self.y[seeds]).astype(np.int64))
-        edge_index = sample.edge_index
-        if self.pin_memory:
-            nodes, y, edge_index = nodes.pin_memory(), y.pin_memory(), edge_index.pin_memory()
-        return MiniBatch(
-            epoch=epoch, step=step, nodes=nodes, x=self.rows.read(nodes, pin_memory=self.pin_memory),
-            edge_index=edge_index, y=y, num_seeds=len(seeds), num_companions=len(companions),
-            num_nodes=sample.num_nodes, num_edges=sample.num_edges,
-        )  # fmt: skip
+    def _samples(
+        self, order: Permutation | None, epoch: int, steps: Sequence[int]
+    ) -> tuple[list[np.ndarray], list[Sample], list[np.ndarray]]:
+        """Seeds, neighbourhood and companions of each step."""
+        wanted = [(self._seeds(order, step), fold_in(self.seed, epoch, step)) for step in steps]
+        samples = self.sampler.sample_many(wanted)
+        companions = [
+            self._companions(sample.nodes.numpy(), fold_in(seed, _COMPANIONS))
+            for sample, (_, seed) in zip(samples, wanted, strict=True)
+        ]
+        return [seeds for seeds, _ in wanted], samples, companions
+
+    def _make(self, order: Permutation | None, epoch: int, steps: Sequence[int]) -> list[MiniBatch]:
+        seeds, samples, companions = self._samples(order, epoch, steps)
+        nodes = [torch.cat([s.nodes, torch.from_numpy(c)]) for s, c in zip(samples, companions, strict=True)]
+        lengths = [len(one) for one in nodes]
+        # Those that have to wait are kept as small as they are.
+        x = self.rows.read(torch.cat(nodes), convert=len(steps) == 1).split(lengths)
+        batches = [
+            MiniBatch(
+                epoch=epoch, step=step, nodes=nodes[k], x=x[k], edge_index=samples[k].edge_index,
+                y=torch.from_numpy(np.asarray(self.y[seeds[k]]).astype(np.int64)), num_seeds=len(seeds[k]),
+                num_companions=len(companions[k]), num_nodes=samples[k].num_nodes, num_edges=samples[k].num_edges,
+            )
+            for k, step in enumerate(steps)
+        ]  # fmt: skip
+        return [batch.pinned() for batch in batches] if self.pin_memory else batches
+
+    def _in_floats(self, batch: MiniBatch) -> MiniBatch:
+        """With features in float32 that do not keep those of other mini-batches alive."""
+        if self.together == 1:
+            return batch
+        x = batch.x.to(torch.float32, copy=True)
+        return dataclasses.replace(batch, x=x.pin_memory() if self.pin_memory else x)
 
     def _seeds(self, order: Permutation | None, step: int) -> np.ndarray:
         base, larger = divmod(self.num_ids, self.num_steps)

@@ -11,7 +11,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from randombatch.data.sampling.cold import WINDOW, single_pages, will_need
+from randombatch.data.sampling.cold import ask, single_pages
 from randombatch.data.sampling.mapped import Mapped
 from randombatch.data.sampling.threads import Threads
 
@@ -19,7 +19,7 @@ from randombatch.data.sampling.threads import Threads
 class Rows:
     """Reads rows of features `[N, F]`, float16 or float32.
 
-    They are read in the order asked for: sorting them first costs more than it gains while the file is in memory.
+    While the file is in memory they are read in the order asked for: sorting them would cost more than it gains.
 
     Args:
         array: an array or a memory map.
@@ -37,24 +37,30 @@ class Rows:
     def num_features(self) -> int:
         return self._mapped.array.shape[1]
 
-    def read(self, nodes: Tensor | np.ndarray, *, pin_memory: bool = False) -> Tensor:
-        """Float32 `[n, F]`: the rows of these nodes (int64), in their order. Memory: the result."""
+    def read(self, nodes: Tensor | np.ndarray, *, convert: bool = True) -> Tensor:
+        """`[n, F]`: the rows of these nodes (int64), in their order. Memory: the result.
+
+        In float32, or without `convert` as they are.
+        """
         ids = np.ascontiguousarray(nodes, np.int64)
         array = self._mapped.array
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(array):
             raise ValueError(f"rows must be 0 to {len(array) - 1}, got {ids.min()} to {ids.max()}")
-        shape = (len(ids), self.num_features)
+        shape, dtype = (len(ids), self.num_features), np.dtype(np.float32) if convert else array.dtype
         # NumPy asks for huge pages where torch does not: filling new memory is twice as fast.
-        out = torch.empty(shape, pin_memory=True) if pin_memory else torch.from_numpy(np.empty(shape, np.float32))
+        out = np.empty(shape, dtype)
         spans = self.threads.spans(len(ids))
-        if array.dtype == np.float16 and not _converts_halves():
-            self.threads.run(_convert, [(array, ids, *span, out.numpy()) for span in spans])
+        halves = array.dtype == np.float16
+        if halves and convert and not _converts_halves():
+            self.threads.run(_convert, [(array, ids, *span, out) for span in spans])
         else:
             # To numba, float16 is 16 bits.
-            bits = array.view(np.uint16) if array.dtype == np.float16 else array
-            read = _reader(array.dtype == np.float16)
-            self.threads.run(read, [(bits, ids, *span, out.numpy(), self.cold) for span in spans])
-        return out
+            bits = array.view(np.uint16) if halves else array
+            to = out.view(np.uint16) if out.dtype == np.float16 else out
+            read = _reader(halves and convert, self.cold)
+            how = (ids, np.argsort(ids)) if self.cold else (ids,)
+            self.threads.run(read, [(bits, *how, *span, to) for span in spans])
+        return torch.from_numpy(out)
 
 
 @functools.cache
@@ -79,28 +85,37 @@ def _float_of_half(typingctx, bits):
     return types.float32(types.uint16), generate
 
 
+def _copier(halves: bool) -> Any:
+    """Copies row `node` of an array to row `i` of the result."""
+
+    @numba.njit(nogil=True)
+    def copy(array, node, out, i):
+        for f in range(array.shape[1]):
+            if halves:
+                out[i, f] = _float_of_half(array[node, f])  # type: ignore[call-arg]
+            else:
+                out[i, f] = array[node, f]
+
+    return copy
+
+
 @functools.cache
-def _reader(halves: bool) -> Any:
+def _reader(halves: bool, cold: bool) -> Any:
+    copy = _copier(halves)
+
     @numba.njit(nogil=True)
-    def ask(array, ids, lo, hi):
-        address, width = np.int64(array.ctypes.data), array.strides[0]
+    def read(array, ids, lo, hi, out):
         for i in range(lo, hi):
-            will_need(address + ids[i] * width, width)
+            copy(array, ids[i], out, i)
 
     @numba.njit(nogil=True)
-    def read(array, ids, lo, hi, out, cold):
-        if cold:
-            ask(array, ids, lo, min(lo + WINDOW, hi))
-        for begin in range(lo, hi, WINDOW):
-            end = min(begin + WINDOW, hi)
-            if cold:
-                ask(array, ids, end, min(end + WINDOW, hi))
+    def read_cold(array, ids, order, lo, hi, out):
+        address, width = np.int64(array.ctypes.data), array.strides[0]
+        begin, end = lo, ask(address, width, ids, order, lo, hi)
+        while begin < hi:
+            further = ask(address, width, ids, order, end, hi)
             for i in range(begin, end):
-                node = ids[i]
-                for f in range(array.shape[1]):
-                    if halves:
-                        out[i, f] = _float_of_half(array[node, f])  # type: ignore[call-arg]
-                    else:
-                        out[i, f] = array[node, f]
+                copy(array, ids[order[i]], out, order[i])
+            begin, end = end, further
 
-    return read
+    return read_cold if cold else read

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from randombatch.data.graph import DataError
 from randombatch.data.sampling.cold import single_pages
-from randombatch.data.sampling.draw import find_rows, take
+from randombatch.data.sampling.draw import entries, find_rows, take
 from randombatch.data.sampling.edges import connect
 from randombatch.data.sampling.mapped import Mapped
 from randombatch.data.sampling.numbering import MAX_ID, Numbering
@@ -94,29 +94,20 @@ class NeighborSampler:
 
         For training, `seed` is `fold_in(run_seed, epoch, step)`.
         """
-        first = self._check_seeds(seeds)
-        numbering = Numbering(self.threads, self._expected(len(first)))
-        frontier, _ = numbering.add(first.astype(np.uint32))
-        if len(frontier) < len(first):
-            ids, counts = np.unique(first, return_counts=True)
-            raise ValueError(f"seeds must be different nodes, got node {ids[counts > 1][0]} twice: drop duplicates")
-        found, hops, places = [first], [], []
+        return self.sample_many([(seeds, seed)])[0]
+
+    def sample_many(self, wanted: Sequence[tuple[Tensor | np.ndarray | Sequence[int], int]]) -> list[Sample]:
+        """`sample` of each of these; where `cold`, each hop of all of them is read at once."""
+        walks = [_Walk(self, seeds, seed) for seeds, seed in wanted]
         for hop, fanout in enumerate(self.fanouts):
-            drawn, ends, ids = self._draw(frontier, fanout, np.uint64(fold_in(seed, hop)))
-            frontier, where = numbering.add(ids)
-            found.append(frontier)
-            hops.append((ends, where))
-            places.append(drawn)
-        return Sample(
-            nodes=torch.from_numpy(np.concatenate(found)),
-            edge_index=torch.from_numpy(connect(hops, numbering.numbers, self.threads)),
-            edge_ids=torch.from_numpy(np.concatenate([*places, np.empty(0, np.int64)])) if self.edge_ids else None,
-            num_nodes=tuple(len(nodes) for nodes in found),
-            num_edges=tuple(len(where) for _, where in hops),
-        )
+            drawn = [self._draw(walk.frontier, fanout, np.uint64(fold_in(walk.seed, hop))) for walk in walks]
+            ids = self._entries([places for places, _, _ in drawn]) if self.cold else [ids for _, _, ids in drawn]
+            for walk, (places, ends, _), found in zip(walks, drawn, ids, strict=True):
+                walk.add(places, ends, found)
+        return [walk.sample() for walk in walks]
 
     def _draw(self, nodes: np.ndarray, fanout: int, key: np.uint64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Places in `indices`, where those of each node end, and the ids there."""
+        """Places in `indices`, where those of each node end, and (unless `cold`) the ids there."""
         starts, degrees, ends = np.empty((3, len(nodes)), np.int64)
         spans = self.threads.spans(len(nodes))
         totals = self.threads.run(
@@ -126,13 +117,21 @@ class NeighborSampler:
         if min(totals) < 0:
             raise DataError("the graph's arrays are corrupt (ids or rows out of range): make them anew")
         first = np.cumsum([0, *totals])
-        places, ids = np.empty(first[-1], np.int64), np.empty(first[-1], np.uint32)
+        places, ids = np.empty(first[-1], np.int64), np.empty(0 if self.cold else first[-1], np.uint32)
         jobs = [
-            (self._indices.array, nodes, starts, degrees, *span, fanout, key, begin, ends, places, ids, self.cold)
+            (self._indices.array, nodes, starts, degrees, *span, fanout, key, begin, ends, places, ids)
             for span, begin in zip(spans, first, strict=False)
         ]
         self.threads.run(take, jobs)
         return places, ends, ids
+
+    def _entries(self, places: list[np.ndarray]) -> list[np.ndarray]:
+        """The ids at these places, all read in the order of the file."""
+        together = np.concatenate(places)
+        order, ids = np.argsort(together), np.empty(len(together), np.uint32)
+        spans = self.threads.spans(len(together))
+        self.threads.run(entries, [(self._indices.array, together, order, *span, ids) for span in spans])
+        return np.split(ids, np.cumsum([len(one) for one in places])[:-1])
 
     def _expected(self, seeds: int) -> int:
         """A guess of how many nodes there will be, not to be too large: a table may grow."""
@@ -159,3 +158,35 @@ def _check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
         if isinstance(fanout, bool) or not isinstance(fanout, (int, np.integer)) or fanout < -1 or fanout == 0:
             raise ValueError(f"a fan-out must be a positive whole number, or -1 for all neighbours, got {fanout!r}")
     return tuple(int(fanout) for fanout in fanouts)
+
+
+class _Walk:
+    """A sample under way: what its hops have found."""
+
+    def __init__(self, sampler: NeighborSampler, seeds: Tensor | np.ndarray | Sequence[int], seed: int) -> None:
+        self.sampler, self.seed = sampler, seed
+        first = sampler._check_seeds(seeds)
+        self.numbering = Numbering(sampler.threads, sampler._expected(len(first)))
+        self.frontier, _ = self.numbering.add(first.astype(np.uint32))
+        if len(self.frontier) < len(first):
+            ids, counts = np.unique(first, return_counts=True)
+            raise ValueError(f"seeds must be different nodes, got node {ids[counts > 1][0]} twice: drop duplicates")
+        self.found, self.places = [first], [np.empty(0, np.int64)]
+        self.hops: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, places: np.ndarray, ends: np.ndarray, ids: np.ndarray) -> None:
+        """What the nodes of the last hop have drawn."""
+        self.frontier, where = self.numbering.add(ids)
+        self.found.append(self.frontier)
+        self.hops.append((ends, where))
+        if self.sampler.edge_ids:
+            self.places.append(places)
+
+    def sample(self) -> Sample:
+        return Sample(
+            nodes=torch.from_numpy(np.concatenate(self.found)),
+            edge_index=torch.from_numpy(connect(self.hops, self.numbering.numbers, self.sampler.threads)),
+            edge_ids=torch.from_numpy(np.concatenate(self.places)) if self.sampler.edge_ids else None,
+            num_nodes=tuple(len(nodes) for nodes in self.found),
+            num_edges=tuple(len(where) for _, where in self.hops),
+        )
