@@ -166,8 +166,9 @@ def train(
     """
     from randombatch.attention.recycled import recycle_memory
     from randombatch.train import job
+    from randombatch.train.job_folder import begun_by
     from randombatch.train.progress import Display
-    from randombatch.train.team import join, restarted
+    from randombatch.train.team import join, launch, restarted
 
     flags = {
         "data.dataset": dataset, "data.edges": edges, "model.name": model, "model.attention": attention,
@@ -183,7 +184,7 @@ def train(
             recycle_memory()
         team = join(config.train.device, config.train.timeout)
         display = Display(quiet or not team.leader, title=config.model.attention)
-        again = restarted() and (folder / "config.toml").exists()
+        again = restarted() and begun_by(folder, launch())
         result = job.train(config, folder, resume=resume or again, display=display, team=team)
         team.leave()
     if summary and team.leader:

@@ -38,6 +38,12 @@ def refuse(message: str) -> None:
     raise typer.Exit(2)
 
 
+def _say_once(error: Exception) -> None:
+    """What all ranks raise together is said by the first one."""
+    if os.environ.get("RANK", "0") == "0":
+        say(str(error))
+
+
 @contextlib.contextmanager
 def _peers() -> Iterator[None]:
     """A rank that fails ends with its own error; the others, whose connections then break, say so a little later."""
@@ -74,13 +80,17 @@ def clear_errors() -> Iterator[None]:
     """Bad input ends in one line and code 2, a failure in one line and code 1, an interruption in code 130."""
     from randombatch.train.compare import ChildFailed
     from randombatch.train.job import Interrupted, TrainingError
+    from randombatch.train.team import Disagreement
 
     try:
         with _peers():
             yield
     except Interrupted as stop:
-        say(str(stop))
+        _say_once(stop)
         raise typer.Exit(130) from None
+    except Disagreement as error:
+        _say_once(error)
+        raise typer.Exit(2) from None
     except ChildFailed as error:
         raise typer.Exit(error.code if error.code > 0 else 1) from None
     except (TrainingError, CheckpointError) as error:

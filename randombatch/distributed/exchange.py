@@ -215,7 +215,16 @@ def check_shard(
             f"with `shard`, `mask` must be boolean (B, L) over all {shard.num_rows} rows, got {mask.dtype} of shape "
             f"{tuple(mask.shape)}"
         )
-    return None if ptr is None else torch.as_tensor(ptr)
+    if ptr is None:
+        return None
+    if mask is not None:
+        raise ValueError("give `mask` or `ptr`, not both: each says which rows belong together")
+    ptr = torch.as_tensor(ptr)
+    fits = ptr.dim() == 1 and len(ptr) > 1 and not ptr.is_floating_point() and ptr.dtype != torch.bool
+    if not fits or int(ptr[0]) != 0 or int(ptr[-1]) != shard.num_rows or bool((ptr.diff() < 0).any()):
+        found = ptr.tolist() if ptr.numel() < 8 else f"{ptr.dtype} of shape {tuple(ptr.shape)}"
+        raise ValueError(f"`ptr` must rise from 0 to the number of all rows, {shard.num_rows}, got {found}")
+    return ptr
 
 
 def local_division(

@@ -57,6 +57,8 @@ class Shard:
     ) -> None:
         if exchange not in EXCHANGES:
             raise ValueError(f"`exchange` must be 'global' or 'local', got {exchange!r}")
+        if not isinstance(num_rows, int) or isinstance(num_rows, bool):
+            raise TypeError(f"`num_rows` must be an int, the rows of the whole table, got {num_rows!r}")
         if hasattr(group, "get_group"):
             group = group.get_group()
         self.num_rows, self.group, self.exchange = num_rows, group, exchange

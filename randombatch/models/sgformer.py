@@ -290,6 +290,8 @@ class SGFormer(nn.Module):
             raise ValueError("`companions` cannot be combined with sparse features, `shard`, `nodes` or `ptr`")
         if shard is not None and (nodes is not None or isinstance(edge_index, Tensor)):
             raise ValueError("with `shard`, `edge_index` must be a ShardedAdjacency, and `nodes` cannot be chosen")
+        if shard is not None and x.shape[0] != len(shard):
+            raise ValueError(f"`x` must be the {len(shard)} rows that rank {shard.rank} owns, got {x.shape[0]}")
         if nodes is not None and ptr is not None:
             raise ValueError("`nodes` and `ptr` cannot be combined: the boundaries of chosen nodes are not known")
         if self.training and self.input.dropout:

@@ -79,6 +79,8 @@ def train(
     check_device(config.train.device)
     _check_ranks(config, team)
     team.agree(version=__version__, settings=config.to_toml())
+    # Only the first one needs to know the folder.
+    resume = team.any(team.leader and resume)
     graph = load_rows(config, team)
     team.agree(data=f"{graph.content_hash()} {graph.split_hash()}")
     if resume and team.any(team.leader and (folder / "result.json").exists()):

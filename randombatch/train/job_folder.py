@@ -13,8 +13,10 @@ from randombatch.data.in_rows import GraphInRows
 from randombatch.data.part import Part
 from randombatch.train.checkpoint import write_atomically
 from randombatch.train.config import Config, ConfigError, from_tables, load_config
+from randombatch.train.team import launch
 
 LOCK_SECONDS = 5.0
+LAUNCH = ".launch"
 
 
 def finished_result(folder: Path, graph: Graph | Part | GraphInRows) -> dict[str, Any]:
@@ -38,13 +40,23 @@ def prepare_folder(config: Config, folder: Path, resume: bool) -> None:
         if not resume:
             raise ConfigError(f"{folder} holds a job already: continue it with --resume, or choose another --out")
         check_same(config, folder)
-    elif folder.is_dir() and any(p.name != ".lock" and p.suffix != ".tmp" for p in folder.iterdir()):
+    elif folder.is_dir() and any(p.name not in (".lock", LAUNCH) and p.suffix != ".tmp" for p in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no job: choose another folder with --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if launch():
+            write_atomically(folder / LAUNCH, launch().encode())
         write_atomically(folder / "config.toml", config.to_toml().encode())
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def begun_by(folder: Path, name: str) -> bool:
+    """Whether the job there was begun or continued by this torchrun: then it goes on without being asked to."""
+    try:
+        return bool(name) and (folder / LAUNCH).read_text() == name
+    except (OSError, ValueError):
+        return False
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from randombatch.distributed import ShardedAdjacency, all_reduce_gradients
 from randombatch.models.features import SPARSE_BELOW, SparseFeatures
 from randombatch.models.peers import build_model
 from randombatch.models.propagation import Adjacency
+from randombatch.permutation import fold_in
 from randombatch.train import metrics
 from randombatch.train.config import Config
 from randombatch.train.minibatch import Step, adjacency_of, num_steps, steps
@@ -137,22 +138,23 @@ class Run:
         """Train through the rest of the current epoch, yielding after every step."""
         start = time.perf_counter()
         for step in self._own_steps():
+            if self.problem.config.train.minibatch != "full":
+                # What is drawn depends on the mini-batch alone: not on those before, nor on the number of ranks.
+                torch.manual_seed(fold_in(self.seed, self.epoch, self.step + self.problem.team.rank))
             self._train(step)
             self.seconds[-1] += time.perf_counter() - start
-            self.step += 1
+            self.step = min(self.step + self.sharing, self.steps_per_epoch)
             yield
             start = time.perf_counter()
 
     def _own_steps(self) -> Iterator[Step | None]:
         """The whole graph, or of every `team.size` mini-batches the one of this rank (None if there are too few)."""
         train, graph, team = self.problem.config.train, self.problem.graph, self.problem.team
-        sharing = 1 if self.problem.shard is not None else team.size
         every = steps(
-            train.minibatch, self.problem.edge_index, graph.num_nodes, train.seeds, self.seed, self.epoch,
-            self.step * sharing,
-        )  # fmt: skip
-        while round_ := list(itertools.islice(every, sharing)):
-            own = team.rank % sharing
+            train.minibatch, self.problem.edge_index, graph.num_nodes, train.seeds, self.seed, self.epoch, self.step
+        )
+        while round_ := list(itertools.islice(every, self.sharing)):
+            own = team.rank % self.sharing
             yield round_[own] if own < len(round_) else None
 
     def _train(self, step: Step | None) -> None:
@@ -178,6 +180,8 @@ class Run:
         if team.size > 1:
             all_reduce_gradients(self.model.parameters(), team)
         self.optimizer.step()
+        if self.sharing > 1:
+            team.average_buffers(self.model)
         self.loss_sum += value
         self.loss_count += 1
 
@@ -221,8 +225,6 @@ class Run:
         self.seconds.append(0.0)
         if self.epoch % train.eval_every and self.epoch < train.epochs:
             return None
-        if self.problem.shard is None:
-            self.problem.team.average_buffers(self.model)
         self.scores = self.evaluate()
         if self.scores["val"] > self.best["val"]:
             self.best = {"epoch": self.epoch - 1, **self.scores}
@@ -253,10 +255,15 @@ class Run:
         consume(0, self.logits())
 
     @property
+    def sharing(self) -> int:
+        """How many mini-batches are taken at a time: one by each rank, unless all ranks work at the same one."""
+        return 1 if self.problem.shard is not None else self.problem.team.size
+
+    @property
     def steps_per_epoch(self) -> int:
+        """Mini-batches, of all ranks, which `step` counts."""
         train = self.problem.config.train
-        sharing = 1 if self.problem.shard is not None else self.problem.team.size
-        return -(-num_steps(train.minibatch, self.problem.graph.num_nodes, train.seeds) // sharing)
+        return num_steps(train.minibatch, self.problem.graph.num_nodes, train.seeds)
 
     def result(self) -> dict[str, Any]:
         """One row of `result.json`."""

@@ -104,13 +104,13 @@ class SampledRun(Run):
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.loader.num_steps // self.problem.team.size)
+        return self.loader.num_steps
 
     def _own_steps(self) -> Iterator[Any]:
         """Of every `team.size` mini-batches the one of this rank, None where there are too few."""
         team = self.problem.team
-        own = self.loader.batches(self.epoch, self.step * team.size + team.rank, team.size)
-        for _ in range(self.step, self.steps_per_epoch):
+        own = self.loader.batches(self.epoch, self.step + team.rank, team.size)
+        for _ in range(self.step, self.steps_per_epoch, team.size):
             yield next(own, None)
 
     def _loss(self, step: Any) -> tuple[Tensor, int]:

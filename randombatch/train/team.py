@@ -1,9 +1,13 @@
 """This process among its peers: joined from torchrun's environment, agreeing on what they do, ending together."""
 
+import contextlib
 import datetime
 import hashlib
 import json
 import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +19,8 @@ from randombatch.train.config import ConfigError
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class PeerLost(RuntimeError):
-    """Another rank ended: its own error says why."""
+class Disagreement(ConfigError):
+    """Ranks differ in something; all of them raise it."""
 
 
 class Team:
@@ -44,7 +48,7 @@ class Team:
             dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=self.group)
             others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if others:
-                raise ConfigError(
+                raise Disagreement(
                     f"ranks differ in their {name}: rank {', '.join(map(str, others))} has another one than rank 0; "
                     "start all of them with the same command, files and version"
                 )
@@ -114,7 +118,19 @@ class Team:
 
 
 def started_by_torchrun() -> bool:
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    """Or by something else that numbers its processes."""
+    return "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def launch() -> str:
+    """Names the torchrun that started this process, the same when it starts it again; empty without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    with contextlib.suppress(OSError, IndexError):
+        # Numbers of processes come again; the moment at which one began does not.
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {began}"
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
 
 
 def restarted() -> bool:
@@ -136,27 +152,53 @@ def join(device: str, timeout: float) -> Team:
     """
     if not started_by_torchrun():
         return Team()
-    missing = [name for name in NEEDED if not os.environ.get(name)]
-    if missing:
-        raise ConfigError(f"WORLD_SIZE is set but {', '.join(missing)} is not: start with torchrun, or unset it")
+    _check_environment()
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        store.set_timeout(limit)
-        # Processes that torchrun starts again must not find the addresses of those before them.
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        with _silent():
+            store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+            store.set_timeout(limit)
+            # Processes that torchrun starts again must not find the addresses of those before them.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError) as error:
         text = str(error).splitlines()[0]
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         hint = (
             "another program uses this port: choose another with --master-port"
             if "EADDRINUSE" in str(error)
-            else (f"waited up to {timeout:.0f} s (train.timeout)")
+            else f"waited up to {timeout:.0f} s (train.timeout)"
         )
         raise ConfigError(f"cannot meet the other ranks at {where}: {hint} ({text})") from None
     return Team(dist.group.WORLD)
+
+
+def _check_environment() -> None:
+    """Refuse what torchrun would have set otherwise, before anybody waits for anybody."""
+    missing = [name for name in NEEDED if not os.environ.get(name)]
+    if missing:
+        there = ", ".join(name for name in NEEDED if name not in missing)
+        raise ConfigError(f"{there} is set but {', '.join(missing)} is not: start with torchrun, or unset it")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise ConfigError(f"{name} must be a whole number, got {os.environ[name]!r}: start with torchrun")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise ConfigError(f"RANK must be 0 to WORLD_SIZE - 1 = {size - 1}, got {rank}: start with torchrun")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without the traces that torch writes from C++ before it raises the same as an exception."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def lost_peer(error: Exception) -> bool:

@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from randombatch.train.config import ConfigError
+from randombatch.train.team import join
+
 ARGUMENTS = ["--batch-size", "8", "--hidden", "8", "--runs", "1", "--threads", "1", "--no-summary"]
 FAST = ["--set", "train.checkpoint_every=1", "--set", "train.timeout=20"]
 
@@ -131,6 +134,48 @@ def test_a_missing_environment(graph: str, tmp_path: Path) -> None:
     assert "MASTER_ADDR, MASTER_PORT is not: start with torchrun" in errors
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": ""}, "MASTER_PORT is set but RANK is not"),
+        ({"WORLD_SIZE": ""}, "MASTER_PORT is set but WORLD_SIZE is not"),
+        ({"RANK": "x"}, "RANK must be a whole number, got 'x'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        ({"RANK": "2"}, "RANK must be 0 to WORLD_SIZE - 1 = 1, got 2"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
+) -> None:
+    where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **changes}
+    for name, value in where.items():
+        if value:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=message):
+        join("cpu", 4)
+
+
+def test_a_signal_is_said_once_and_a_job_of_before_is_not_continued_unasked(graph: str, tmp_path: Path) -> None:
+    train = ["-m", "randombatch", "train", "--dataset", graph, *ARGUMENTS, *FAST, "--out", str(tmp_path / "job")]
+    process = torchrun(*train, "--epochs", "100000")
+    try:
+        wait_for(tmp_path / "job" / "metrics.jsonl", 3, process)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert errors.count("the checkpoint is kept, continue with --resume") == 1
+    assert process.returncode != 0
+    before = (tmp_path / "job" / "metrics.jsonl").read_bytes()
+    process = torchrun(*train, "--epochs", "100000", options=("--max-restarts", "1"))
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode != 0
+    assert errors.count("holds a job already: continue it with --resume") == 2, "it was tried twice"
+    assert (tmp_path / "job" / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_port_in_use_and_a_peer_that_never_comes(graph: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -144,4 +189,5 @@ def test_a_port_in_use_and_a_peer_that_never_comes(graph: str, tmp_path: Path) -
     code, errors = refused(graph, tmp_path / "job", **where)
     assert code == 2
     assert "waited up to 4 s" in errors
+    assert errors.count("\n") == 1
     assert time.monotonic() - start < 40

@@ -1,5 +1,6 @@
 """Jobs on R ranks: the same losses, scores and files as on one, stopped on some and continued on others."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -60,6 +61,20 @@ class StopAt(Display):
     def epoch(self, run: Any, peak_bytes: int) -> None:
         if run.epoch == self.last:
             raise KeyboardInterrupt
+
+
+class StopInside(Display):
+    """Fails on every rank inside the second epoch; `steps` is what was seen of it."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(quiet=True)
+        self.last, self.steps = stop, [0]
+
+    def step(self, run: Any, peak_bytes: Any) -> None:
+        if run.epoch == 1:
+            self.steps.append(run.step)
+            if run.step >= self.last:
+                raise KeyboardInterrupt
 
 
 def run(group: Any, settings: Config, folder: str, stop: int = 0, resume: bool = False) -> dict[str, Any]:
@@ -139,6 +154,46 @@ def test_stopped_on_some_ranks_continued_on_others(ranks, graph: str, tmp_path: 
     ranks(after, run, settings, str(tmp_path / "job"), 0, True)
     run(None, settings, str(tmp_path / "alone"))
     assert_same_curve(tmp_path / "job", tmp_path / "alone")
+
+
+def inside(group: Any, settings: Config, folder: str, stop: int, resume: bool = False) -> list[int]:
+    """Train with a checkpoint after every step until a step of the second epoch; the steps of it that were seen."""
+    display = StopInside(stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("randombatch.report.plots.plot_curves", lambda *_: None)
+        patch.setattr(job, "CHECKPOINT_SECONDS", -1.0)
+        with contextlib.suppress(KeyboardInterrupt):
+            job.train(settings, Path(folder), resume=resume, display=display, team=Team(group))
+    return display.steps
+
+
+MINIBATCHES = ["induced", "all-edges", "sampled"]
+
+
+def seven(graph: str, minibatch: str) -> Config:
+    """An epoch of seven mini-batches: one rank of two is idle at the end. Dropout and batch norm are on."""
+    seeds = 3 if minibatch == "sampled" else 9
+    return config(graph, train__minibatch=minibatch, train__seeds=seeds, train__fanouts=[4, 4], train__epochs=4)
+
+
+@pytest.mark.parametrize("minibatch", MINIBATCHES)
+def test_mini_batches_stopped_inside_an_epoch(ranks, graph: str, tmp_path: Path, minibatch: str) -> None:
+    settings = seven(graph, minibatch)
+    ranks(2, run, settings, str(tmp_path / "whole"))
+    assert ranks(2, inside, settings, str(tmp_path / "job"), 6)[0] == [0, 2, 4, 6]
+    ranks(2, run, settings, str(tmp_path / "job"), 0, True)
+    assert lines(tmp_path / "job") == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("minibatch", MINIBATCHES)
+@pytest.mark.parametrize(("before", "after", "steps"), [(1, 2, [6, 7]), (2, 1, [5, 6, 7]), (2, 3, [7])])
+def test_no_mini_batch_is_left_out_or_taken_twice(
+    ranks, graph: str, tmp_path: Path, minibatch: str, before: int, after: int, steps: list[int]
+) -> None:
+    """Stopped after four mini-batches by some ranks, continued by others."""
+    settings = seven(graph, minibatch)
+    ranks(before, inside, settings, str(tmp_path / "job"), 5 if before == 1 else 6)
+    assert ranks(after, inside, settings, str(tmp_path / "job"), 99, True)[0] == [0, *steps]
 
 
 def test_mini_batches_of_two_ranks_are_one_of_double_size(ranks, graph: str, tmp_path: Path) -> None:
