@@ -13,6 +13,7 @@ from randombatch.attention.projected import projected_attention
 from randombatch.distributed import Shard, direct
 from randombatch.distributed.exchange import local_division, plan
 from randombatch.distributed.shard import even_bounds
+from randombatch.models import SGFormer
 
 SIZES = (1, 2, 3, 4)
 WIDTH = 8
@@ -257,6 +258,23 @@ def test_bad_shards_are_refused(pretend: None) -> None:
         layer(torch.randn(3, WIDTH), shard=Shard(4, FakeGroup(0, 2)))
     with pytest.raises(ValueError, match="sort the rows by graph"):
         layer(torch.randn(4, WIDTH), batch=torch.zeros(4, dtype=torch.int64), shard=Shard(4))
+    with pytest.raises(TypeError, match="`num_rows` must be an int"):
+        Shard(2.5)
+    model = SGFormer(WIDTH, 4, 2, use_graph=False)
+    with pytest.raises(ValueError, match="`x` must be the 2 rows that rank 1 owns, got 3"):
+        model(torch.randn(3, WIDTH), None, shard=Shard(4, FakeGroup(1, 2)))
+
+
+@pytest.mark.parametrize("exchange", ["global", "local"])
+@pytest.mark.parametrize("ptr", [[0, 1], [1, 4], [0, 3, 2, 4], [0.0, 4.0], [4]])
+def test_bad_boundaries_are_refused_on_every_rank(pretend: None, exchange: str, ptr: list) -> None:
+    layer, mask = RandomBatchAttention(WIDTH, batch_size=2), torch.ones(2, 2, dtype=torch.bool)
+    for rank in range(2):
+        shard = Shard(4, FakeGroup(rank, 2), exchange=exchange)
+        with pytest.raises(ValueError, match="`ptr` must rise from 0 to the number of all rows, 4"):
+            layer(torch.randn(2, WIDTH), ptr=torch.tensor(ptr), shard=shard)
+        with pytest.raises(ValueError, match="`mask` or `ptr`, not both"):
+            layer(torch.randn(2, WIDTH), mask, ptr=torch.tensor([0, 4]), shard=shard)
 
 
 @pytest.mark.parametrize(("n", "parts"), [(10, 3), (3, 3), (0, 2), (7, 1)])
