@@ -22,6 +22,8 @@ bench: $(VENV)/.train
 	$(BIN)/randombatch bench attention
 	$(BIN)/randombatch bench epoch
 	$(BIN)/randombatch bench particles
+	$(BIN)/randombatch bench ranks
+	$(BIN)/randombatch bench store
 
 clean:
 	rm -rf $(VENV)

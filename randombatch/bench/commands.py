@@ -98,6 +98,9 @@ def bench_store(
     companions: Annotated[int, typer.Option(help="Random nodes beside the sampled ones.")] = 0,
     hidden: Annotated[int, typer.Option(help="Width of the model.")] = 64,
     turns: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 5,
+    larger: Annotated[int, typer.Option(help="N of a second graph, for rate and memory as it grows; 0 = none.")] = (
+        10_000_000
+    ),
     folder: Annotated[
         str, typer.Option(help="Where the store is made and removed (default: a temporary folder).")
     ] = "",
@@ -115,7 +118,8 @@ def bench_store(
     with clear_errors():
         settings = measure.Settings(
             nodes=nodes, degree=degree, features=features, max_memory=max_memory, seeds=seeds,
-            fanouts=integers(fanouts), companions=companions, hidden=hidden, turns=turns, folder=folder,
+            fanouts=integers(fanouts), companions=companions, hidden=hidden, turns=turns, larger=larger,
+            folder=folder,
         )  # fmt: skip
     result = measured(measure.run, settings, output)
     print_store(console, result)

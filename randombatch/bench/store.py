@@ -29,11 +29,16 @@ from randombatch.permutation import fold_in
 
 PAGE = 4096
 ROWS = 20_000
+# Seeds whose neighbourhoods are small beside a graph of a million nodes.
+FEW = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to measure: a synthetic graph of this size, prepared into `folder` (default: a temporary one)."""
+    """What to measure: a synthetic graph of this size, prepared into `folder` (default: a temporary one).
+
+    Also one of `larger` nodes is prepared and trained on (0: none): rate and memory should be the same.
+    """
 
     nodes: int = 1_000_000
     degree: float = 30.0
@@ -46,6 +51,7 @@ class Settings:
     hidden: int = 64
     batch_size: int = 256
     turns: int = 5
+    larger: int = 10_000_000
     folder: str = ""
 
     def __post_init__(self) -> None:
@@ -71,7 +77,7 @@ class InMemory:
 
 def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
     """Measure everything; `progress(title, total)` gives a function to call after each of `total` pieces."""
-    tick = progress("store", 4)
+    tick = progress("store", 5 if settings.larger else 4)
     with _folder(settings) as folder:
         rows = [_prepare(settings, folder)]
         tick()
@@ -82,6 +88,9 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
         tick()
         rows += _training(settings, store)
         tick()
+        if settings.larger:
+            rows += _larger(settings, folder)
+            tick()
     by_name = {row["name"]: row for row in rows}
     return {
         "settings": dataclasses.asdict(settings),
@@ -93,7 +102,20 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
             "sampler_vs_numpy": by_name["sampler, 1 thread"]["edges_per_s"] / by_name["plain NumPy"]["edges_per_s"],
             "prepare_edges_per_s": by_name["prepare"]["edges_per_s"],
             "prepare_peak_bytes": by_name["prepare"]["peak_bytes"],
+            **_grown(by_name),
         },
+    }
+
+
+def _grown(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """What changes as the graph grows."""
+    if "prepare, larger" not in rows:
+        return {}
+    few, many = rows["memory of training"], rows["memory of training, larger"]
+    return {
+        "larger_training_memory_vs": many["peak_bytes"] / few["peak_bytes"],
+        "larger_prepare_edges_per_s": rows["prepare, larger"]["edges_per_s"],
+        "larger_prepare_peak_bytes": rows["prepare, larger"]["peak_bytes"],
     }
 
 
@@ -106,10 +128,10 @@ def _folder(settings: Settings) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepare(settings: Settings, folder: Path) -> dict[str, Any]:
+def _prepare(settings: Settings, folder: Path, nodes: int = 0) -> dict[str, Any]:
     """In a process of its own, so that its peak is its own."""
     options = {
-        "num_nodes": settings.nodes, "average_degree": settings.degree, "num_features": settings.features,
+        "num_nodes": nodes or settings.nodes, "average_degree": settings.degree, "num_features": settings.features,
         "classes": settings.classes,
     }  # fmt: skip
     given = [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
@@ -122,6 +144,26 @@ def _prepare(settings: Settings, folder: Path) -> dict[str, Any]:
         raise RuntimeError(f"prepare failed: {done.stderr.strip().splitlines()[-1]}")
     (row,) = json.loads((folder / "prepare.json").read_text())["rows"]
     return {"name": "prepare", **{k: row[k] for k in ("seconds", "edges", "arcs", "edges_per_s", "peak_bytes")}}
+
+
+def _larger(settings: Settings, folder: Path) -> list[dict[str, Any]]:
+    """Preparing a larger graph, and the memory of training from both, with as few seeds as make mini-batches alike."""
+    peaks = []
+    for name, nodes in (("memory of training", settings.nodes), ("memory of training, larger", settings.larger)):
+        if nodes == settings.larger:
+            shutil.rmtree(folder / "store")
+            prepared = _prepare(settings, folder, nodes) | {"name": "prepare, larger"}
+        options = {
+            "data.dataset": str(folder / "store"), "train.minibatch": "sampled", "train.seeds": FEW,
+            "train.fanouts": list(settings.fanouts), "model.hidden_channels": settings.hidden,
+            "model.batch_size": settings.batch_size,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "randombatch.bench.store_worker", json.dumps(options)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"training failed: {done.stderr.strip().splitlines()[-1]}")
+        peaks.append({"name": name, **json.loads(done.stdout)})
+    return [prepared, *peaks]
 
 
 def _sampling(settings: Settings, store: Store) -> list[dict[str, Any]]:

@@ -14,7 +14,18 @@ from randombatch.cli import app
 
 def test_a_small_run_has_every_figure_and_leaves_nothing(tmp_path: Path) -> None:
     arguments = ["bench", "store", "--nodes", "3000", "--degree", "8", "--features", "16", "--seeds", "100"]
-    arguments += ["--turns", "2", "--hidden", "16", "--folder", str(tmp_path), "--json", str(tmp_path / "store.json")]
+    arguments += [
+        "--turns",
+        "2",
+        "--hidden",
+        "16",
+        "--larger",
+        "6000",
+        "--folder",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "store.json"),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "store.json").read_text())
@@ -24,6 +35,10 @@ def test_a_small_run_has_every_figure_and_leaves_nothing(tmp_path: Path) -> None
     assert all(value > 0 for value in figures["ratios"].values())
     rows = {row["name"]: row for row in figures["rows"]}
     assert rows["prepare"]["edges"] == 12_000
+    assert rows["prepare, larger"]["edges"] == 24_000
+    before, after = rows["memory of training"], rows["memory of training, larger"]
+    assert after["nodes"] > before["nodes"] > 1000, "mini-batches of a graph that small grow with it"
+    assert figures["ratios"]["larger_training_memory_vs"] == after["peak_bytes"] / before["peak_bytes"]
     assert rows["train from store"]["nodes"] == rows["train from memory"]["nodes"]
     assert rows["features, warm"]["bytes_per_row"] == 32
     assert {"features, cold", "disk, random pages", "plain NumPy", "sampler, 2 calls at a time"} <= set(rows)
