@@ -177,11 +177,16 @@ class Reader:
             yield labels
 
     def ids(self, member: str, num_nodes: int) -> torch.Tensor:
-        ids = np.concatenate([np.zeros((0, 1), np.int64), *self.blocks(member, np.int64)]).reshape(-1)
-        bad = (ids < 0) | (ids >= num_nodes)
-        if bad.any():
-            raise DataError(f"{member} in {self.where} must hold ids from 0 to {num_nodes - 1}, got {ids[bad][0]}")
-        return torch.from_numpy(ids)
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.id_blocks(member, num_nodes)]))
+
+    def id_blocks(self, member: str, num_nodes: int) -> Iterator[np.ndarray]:
+        """The same ids, some at a time."""
+        for block in self.blocks(member, np.int64):
+            ids = block.reshape(-1)
+            bad = (ids < 0) | (ids >= num_nodes)
+            if bad.any():
+                raise DataError(f"{member} in {self.where} must hold ids from 0 to {num_nodes - 1}, got {ids[bad][0]}")
+            yield ids
 
     def _fits(self, member: str, rows: int, expected: int, at_end: bool = True) -> None:
         if rows > expected or (at_end and rows != expected):

@@ -254,6 +254,9 @@ class Job:
         if run.concludes:
             self.save(run)
             run.conclude()
+            if self.limit is not None and self.watch.peak > self.limit:
+                reached, limit = size(self.watch.peak), self.config.train.max_memory
+                self.display.line(f"warning: memory reached {reached} while scoring, above --max-memory {limit}")
         if self.team.leader:
             save_tensors(self.folder / f"best-{run.number}.safetensors", run.best_weights)
         self.finished.append(run.result())

@@ -11,7 +11,6 @@ layer). Memory: blocks of some 8 MiB, and 24 bytes for each random batch; nothin
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 
 from randombatch.data.graph import DataError
 from randombatch.data.in_rows import GraphInRows
@@ -30,10 +29,13 @@ from randombatch.given_batches import GivenBatches
 from randombatch.models.global_attention import GlobalAttention
 from randombatch.models.sgformer import GraphBranch, PlainGraphBranch, SGFormer, TransformerBranch
 from randombatch.train.lazy_rows import BLOCK_BYTES, Arrays, Computed, Convolved, LazyRows, OnDisk, spans
+from randombatch.train.scratch import scratch_folder
 from randombatch.train.shuffle import Shuffled
 
 Advance = Callable[[str, int, int], None]
 FOLDER = ".layers-"
+# Arrays of a block that are alive at a time.
+BLOCKS = 16
 
 
 @torch.no_grad()
@@ -92,6 +94,23 @@ def disk_needed(model: SGFormer, graph: GraphInRows) -> int:
     return arrays * graph.num_nodes * _width(model) * np.dtype(_dtype(graph)).itemsize
 
 
+def memory_of_inference(model: nn.Module, num_nodes: int) -> int:
+    """Bytes that it holds at the most: arrays of a block, the random batches' places, and one whole batch."""
+    largest = batches = 0
+    if isinstance(model, SGFormer):
+        for attention in _attentions(model.trans):
+            if attention.attention in ("random-batch", "full"):
+                items = attention.items_per_batch(num_nodes)
+                batches = max(batches, -(-num_nodes // items))
+                largest = max(largest, bytes_of_batch(items, attention.channels))
+    return BLOCKS * BLOCK_BYTES + 24 * batches + largest
+
+
+def bytes_of_batch(items: int, width: int) -> int:
+    """Of attention in one batch without gradients: rows, and the weights of each pair."""
+    return 4 * items * (8 * width + 2 * items)
+
+
 def _width(model: SGFormer) -> int:
     linear = model.trans.stem.linear
     assert linear is not None
@@ -114,11 +133,8 @@ def _folder(model: SGFormer, graph: GraphInRows, scratch: Path) -> Iterator[Path
             f"all {graph.num_nodes:,} nodes layer by layer need {in_words(needed)} in {scratch}, where "
             f"{in_words(free)} are free: free some, or choose another place, a narrower model or sampled evaluation"
         )
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=scratch))
-    try:
+    with scratch_folder(scratch, FOLDER) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Stages:

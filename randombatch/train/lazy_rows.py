@@ -4,6 +4,8 @@ Every source has `block(start, stop)`, consecutive rows as a float32 tensor. Not
 memory.
 """
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from randombatch.data.graph import DataError
 from randombatch.data.in_rows import GraphInRows
 from randombatch.data.sampling.rows import _float_of_half
 from randombatch.data.sampling.threads import Threads
+from randombatch.data.store.budget import size as in_words
 
 # Bytes of one array of a block; about ten are alive at a time.
 BLOCK_BYTES = 8 << 20
@@ -71,7 +75,8 @@ class Convolved:
         bits = array.view(np.uint16) if halves else array
         add = _add_halves if halves else _add_floats
         jobs = [(indptr, indices, bits, start, lo, hi, out) for lo, hi in self._shares(start, stop)]
-        self.threads.run(add, jobs)
+        if not all(self.threads.run(add, jobs)):
+            raise DataError("the graph's arrays are corrupt (ids or rows out of range): make them anew")
         return torch.from_numpy(out).to(self.x.device)
 
     def _shares(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -90,10 +95,14 @@ def _adder(halves: bool) -> Any:
         for i in range(lo, hi):
             node = start + i
             begin, end = np.int64(indptr[node]), np.int64(indptr[node + 1])
+            if begin < 0 or end < begin or end > len(indices):
+                return False
             own = 1.0 / np.sqrt(np.float64(end - begin + 1))
             for e in range(begin - 1, end):
                 # The first is the self-loop.
                 j = node if e < begin else np.int64(indices[e])
+                if j < 0 or j >= len(x):
+                    return False
                 degree = np.int64(indptr[j + 1]) - np.int64(indptr[j]) + 1
                 weight = np.float32(own / np.sqrt(np.float64(degree)))
                 for f in range(width):
@@ -101,6 +110,7 @@ def _adder(halves: bool) -> Any:
                         out[i, f] += weight * _float_of_half(x[j, f])  # type: ignore[call-arg]
                     else:
                         out[i, f] += weight * x[j, f]
+        return True
 
     return add
 
@@ -124,7 +134,20 @@ class Arrays:
 
     def new(self, width: int) -> np.memmap:
         self._count += 1
-        return np.memmap(self.folder / f"{self._count}.bin", self.dtype, "w+", shape=(self.num_rows, width))
+        path, size = self.folder / f"{self._count}.bin", self.num_rows * width * self.dtype.itemsize
+        with path.open("wb") as file:
+            # Else a full disk would only be noticed on a write to memory, which ends the process.
+            try:
+                file.truncate(size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise DataError(
+                        f"{in_words(size)} cannot be had in {self.folder.parent} for an array of all nodes "
+                        f"({error.strerror}): free some, or choose another place"
+                    ) from None
+        return np.memmap(path, self.dtype, "r+", shape=(self.num_rows, width))
 
     def stored(self, rows: LazyRows, width: int, advance: Callable[[int], None]) -> OnDisk:
         """All rows of a source on disk."""

@@ -12,6 +12,7 @@ from randombatch.machine import highest_resident, resident_anonymous
 from randombatch.models.dense import KEEP_FROM
 from randombatch.models.sgformer import GraphBranch, SGFormer
 from randombatch.train.config import ConfigError
+from randombatch.train.layerwise import bytes_of_batch, memory_of_inference
 from randombatch.train.sampled import SampledProblem, SampledRun
 
 # Mini-batches that are drawn to learn how large they are, and how much larger others may be.
@@ -28,7 +29,7 @@ class Estimate:
         program: what the process holds already.
         model: weights, gradients, the optimiser's state, the best weights, a checkpoint on its way to the disk.
         minibatches: `prefetch` + 2 of them, or two groups of `together`, and those being drawn.
-        step: activations and gradients of the largest mini-batch.
+        step: activations and gradients of the largest mini-batch, or all nodes layer by layer, if that is more.
         reserve: for freed blocks that the allocator keeps.
         nodes, arcs: of the largest mini-batch that is expected.
     """
@@ -59,8 +60,26 @@ def estimate(run: SampledRun) -> Estimate:
     return Estimate(
         program=resident_anonymous() or highest_resident(), model=10 * 4 * run.num_parameters,
         minibatches=_minibatches(loader, problem.rows, nodes, arcs),
-        step=nodes * _numbers_per_node(run) * 4 + MATRIX * (arcs + nodes), reserve=RESERVE, nodes=nodes, arcs=arcs,
+        step=max(_step(run, nodes, arcs), _scoring(run)), reserve=RESERVE, nodes=nodes, arcs=arcs,
     )  # fmt: skip
+
+
+def _step(run: SampledRun, nodes: int, arcs: int) -> int:
+    batch = 0
+    if isinstance(run.model, SGFormer) and run.problem.config.model.attention in ("random-batch", "full"):
+        # With gradients, twice.
+        model = run.problem.config.model
+        items = nodes if model.attention == "full" else min(model.batch_size, nodes)
+        batch = 2 * bytes_of_batch(items, model.hidden_channels)
+    return nodes * _numbers_per_node(run) * 4 + MATRIX * (arcs + nodes) + batch
+
+
+def _scoring(run: SampledRun) -> int:
+    """All nodes of a store, layer by layer."""
+    problem = run.problem
+    if problem.in_memory is not None or problem.evaluation == "sampled":
+        return 0
+    return memory_of_inference(run.model, problem.rows.num_nodes)
 
 
 def _minibatches(loader: SeedLoader, rows: GraphInRows, nodes: int, arcs: int) -> int:

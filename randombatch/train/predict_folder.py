@@ -1,7 +1,6 @@
 """Predictions that are larger than memory: probabilities of all nodes as arrays in a folder, written block by block."""
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,26 +14,25 @@ from randombatch.data.store.budget import RESERVE, Watch, size
 from randombatch.data.store.layout import ArrayWriter
 from randombatch.machine import highest_resident, resident_anonymous
 from randombatch.train.config import ConfigError
-from randombatch.train.lazy_rows import BLOCK_BYTES
+from randombatch.train.layerwise import memory_of_inference
 from randombatch.train.loop import Run
+from randombatch.train.scratch import LOCK, scratch_folder
 
 Advance = Callable[[str, int, int], None]
-# Arrays of a block that are alive at a time.
-BLOCKS = 16
 
 
 def check_prediction(run: Run, max_memory: int | None, result: int) -> None:
-    """Refuse what will not fit: the program, blocks of rows, one entry for each random batch, and the result."""
+    """Refuse what will not fit: the program, blocks of rows, random batches, and the result (0 if that is a folder)."""
     if max_memory is None:
         return
     held = resident_anonymous() or highest_resident()
-    nodes, config = run.problem.graph.num_nodes, run.problem.config.model
-    blocks = BLOCKS * BLOCK_BYTES + 24 * -(-nodes // config.batch_size)
+    blocks = memory_of_inference(run.model, run.problem.graph.num_nodes)
     needed = held + blocks + result + RESERVE
     if needed > max_memory:
+        way_out = "give more, or a folder as --out" if result else "give more"
         raise ConfigError(
             f"this needs about {size(needed)} (program {size(held)}, blocks {size(blocks)}, result {size(result)}, "
-            f"reserve {size(RESERVE)}), more than --max-memory {size(max_memory)}: give more, or a folder as --out"
+            f"reserve {size(RESERVE)}), more than --max-memory {size(max_memory)}: {way_out}"
         )
 
 
@@ -53,9 +51,8 @@ def predict_to_folder(run: Run, out: Path, max_memory: int | None = None) -> dic
     needed, free = graph.num_nodes * (2 * graph.num_classes + 4), shutil.disk_usage(out.absolute().parent).free
     if needed > free:
         raise ConfigError(f"--out: the result needs {size(needed)}, {size(free)} are free in {out.absolute().parent}")
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     start = time.perf_counter()
-    try:
+    with scratch_folder(out.absolute().parent, f".{out.name}.") as work:
         with Watch() as watch:
             _write(run, work)
         result = {
@@ -63,10 +60,9 @@ def predict_to_folder(run: Run, out: Path, max_memory: int | None = None) -> dic
             "seconds": time.perf_counter() - start, "peak_bytes": watch.peak, "max_memory": max_memory,
         }  # fmt: skip
         write_json(work / "predict.json", result)
+        (work / LOCK).unlink()
         work.chmod(0o755)
         work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return result
 
 

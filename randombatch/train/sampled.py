@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from randombatch.data.graph import Graph
+from randombatch.data.graph import DataError, Graph
 from randombatch.data.in_rows import GraphInRows, of_graph
 from randombatch.data.sampling import MiniBatch, SeedLoader
 from randombatch.models.propagation import Adjacency
@@ -115,8 +115,19 @@ class SampledRun(Run):
 
     def _loss(self, step: Any) -> tuple[Tensor, int]:
         self.model.train()
-        batch = step.to(self.problem.device, non_blocking=True)
+        batch = self._checked(step)
         return nnf.cross_entropy(self._forward(batch), batch.y, reduction="sum"), batch.num_seeds
+
+    def _checked(self, batch: MiniBatch) -> MiniBatch:
+        """On the device, its labels being classes."""
+        wrong = (batch.y < 0) | (batch.y >= self.problem.rows.num_classes)
+        if wrong.any():
+            node, label = int(batch.nodes[: batch.num_seeds][wrong][0]), int(batch.y[wrong][0])
+            raise DataError(
+                f"node {node} of a split has label {label}, expected 0 to {self.problem.rows.num_classes - 1}: the "
+                "graph is damaged, look at it with `randombatch verify`"
+            )
+        return batch.to(self.problem.device, non_blocking=True)
 
     def _forward(self, batch: MiniBatch) -> Tensor:
         """Logits of the seeds."""
@@ -151,7 +162,7 @@ class SampledRun(Run):
         for part, tally in tallies.items():
             loader, done = self.problem.loader(self._some(part, most[part]), self.split, _EVALUATION, shuffle=False), 0
             for batch in loader.batches(0):
-                batch = batch.to(self.problem.device, non_blocking=True)
+                batch = self._checked(batch)
                 tally.add(self._forward(batch), batch.y)
                 done += batch.num_seeds
                 if self.problem.advance is not None:

@@ -315,6 +315,11 @@ def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int) -
         ("y", b"one\n" * 200, "must hold one label per line"),
         ("train", b"5\n200\n", "must hold ids from 0 to 199, got 200"),
         ("train", b"", "`train_mask` selects no node in split 0"),
+        ("train", b"0\n1\n" * 100, r"must hold the id of every node once, got 0 twice: is it a mask"),
+        ("x", b"# features\n" + b"1,2\n" * 200, "must begin with a row of numbers, got an empty line or a comment"),
+        ("x", b"\n" + b"1,2\n" * 200, "must begin with a row of numbers"),
+        ("edges", b"0,1\r2,3\r4,5\r", r"has 1 bad lines of 1, the first is line 1"),
+        ("edges", b"0,1,9\r2,3,9\r\n4,5,9\r\n", r"has 1 bad lines of 2, the first is line 1"),
         ("test", b"7\n", r"`test_mask` selects nodes without a label \(first: node 7\)"),
     ],
 )
@@ -325,6 +330,33 @@ def test_bad_tables(tmp_path: Path, stem: str, content: bytes | None, message: s
         prepare(open_source(folder), tmp_path / "s")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["graph"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "array", "message"),
+    [
+        ("train", np.ones(200, bool), "got true and false: write numpy.flatnonzero"),
+        ("train", np.array(3), r"train.npy must be a list of numbers, got \[\]"),
+        ("y", np.array(1.0), r"y.npy must be a list of numbers, got \[\]"),
+        ("val", np.array([3, 9, 3]), "got 3 twice"),
+    ],
+)
+def test_bad_arrays(tmp_path: Path, stem: str, array: np.ndarray, message: str) -> None:
+    folder = write_tables(tmp_path / "graph", random_arrays(splits=1), ".csv")
+    (folder / f"{stem}.csv").unlink()
+    np.save(folder / f"{stem}.npy", array)
+    with pytest.raises(data.DataError, match=message):
+        prepare(open_source(folder), tmp_path / "s")
+    assert [path.name for path in tmp_path.iterdir()] == ["graph"]
+
+
+def test_labels_that_are_no_numbers_are_no_labels(tmp_path: Path) -> None:
+    arrays = random_arrays(splits=1)
+    folder = write_tables(tmp_path / "graph", arrays, ".csv")
+    (folder / "y.csv").unlink()
+    np.save(folder / "y.npy", np.where(arrays["y"] < 0, np.nan, arrays["y"]))
+    prepare(open_source(folder), tmp_path / "s")
+    equal(Store.open(tmp_path / "s"), graph_of(arrays, tmp_path))
 
 
 def truncated(path: Path) -> None:

@@ -81,6 +81,8 @@ def test_from_data(tmp_path: Path) -> None:
     masks = {f"{p}_mask": torch.from_numpy(m) for p, m in zip(layout.PARTS, arrays["masks"], strict=True)}
     store = from_data(pyg.Data(**tensors, **masks), tmp_path / "store", features="float16")
     equal(store, graph_of(arrays, tmp_path))
+    with pytest.raises(data.DataError, match="`x` must be a dense tensor, got torch.sparse_coo"):
+        from_data(pyg.Data(**{**tensors, "x": tensors["x"].to_sparse()}, **masks), tmp_path / "other")
     with pytest.raises(data.DataError, match="it has no y"):
         from_data(pyg.Data(x=tensors["x"], edge_index=tensors["edge_index"]), tmp_path / "other")
     with pytest.raises(data.DataError, match="all of train_mask, val_mask, test_mask or none, it has no val_mask"):
@@ -202,6 +204,8 @@ def replace(name: str, array: np.ndarray, pickled: bool = False) -> Callable[[Pa
         (change("num_splits", 3), "`arrays` must hold train-2 with file train-2.npy"),
         (change("num_splits", 10**12), "but it lists 10 arrays"),
         (change("undirected", "yes"), "`undirected` must be a bool"),
+        (change("warnings", None), "`warnings` must be a list of texts, got None"),
+        (change("arrays/x/crc32", None), "`crc32` of x must be a text, got None"),
         (change("metric", "luck"), "`metric` must be one of"),
         (change("arrays/x/file", "../x.npy"), "must hold x with file x.npy"),
         (change("arrays/x/dtype", "|O"), "`dtype` of x must be one of <f2, <f4"),

@@ -1,5 +1,8 @@
 """Layer-wise inference: the logits of the model in memory, in bounded memory, leaving nothing behind."""
 
+import dataclasses
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +150,27 @@ def test_a_failure_leaves_nothing_behind(graph: GraphInRows, tmp_path: Path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         stream_logits(trained(), graph, fail, scratch=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "place", "value"), [("indices", 5, N), ("indices", 5, -1), ("indptr", 40, 10**6)])
+def test_corrupt_arrays_are_refused(graph: GraphInRows, tmp_path: Path, name: str, place: int, value: int) -> None:
+    """Not read out of bounds."""
+    array = np.array(getattr(graph, name)).astype(np.int64)
+    array[place] = value
+    with pytest.raises(DataError, match="arrays are corrupt"):
+        streamed(trained(), dataclasses.replace(graph, **{name: array}), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="space cannot be asked for")
+def test_a_disk_that_fills_up_is_noticed(graph: GraphInRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"15\.66 KiB cannot be had in .* \(No space left on device\)"):
+        streamed(trained(), graph, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

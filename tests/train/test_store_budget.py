@@ -69,7 +69,7 @@ def test_a_budget_is_held_and_reported(store: Path, tmp_path: Path) -> None:
 
 def test_the_estimate_grows_with_what_is_asked_for(store: Path) -> None:
     def total(**changes: object) -> int:
-        settings = config(store, **changes)
+        settings = config(store, **{"train__evaluation": "sampled", **changes})
         found = estimate(job.make_problem(job.load_rows(settings, job.Team()), settings, job.Team(), Path()).run(0))
         return found.total - found.program - found.reserve
 
@@ -79,6 +79,10 @@ def test_the_estimate_grows_with_what_is_asked_for(store: Path) -> None:
     assert total(train__prefetch=8) > least
     assert total(train__together=8) > total(train__together=2)
     assert total(model__hidden_channels=64) > 1.2 * least
+    assert total(model__batch_size=2000) > least + 4 * 2000**2
+    final = total(train__evaluation="final")
+    assert final > least
+    assert total(train__evaluation="final", model__batch_size=2900) > final + 4 * 2900**2
 
 
 def test_fewer_mini_batches_are_made_together_where_they_do_not_fit(
@@ -139,6 +143,23 @@ def test_predictions_are_those_that_were_scored(trained: Path, store: Path) -> N
     for part in ("train", "val", "test"):
         ids = graph.split(part, 0)
         assert (guess[ids] == graph.y[ids]).mean() == row[part]
+
+
+def test_a_killed_prediction_is_cleared_away_by_the_next(trained: Path, tmp_path: Path) -> None:
+    """But not one that still runs, nor what others put there."""
+    for name in (".layers-dead", ".out.dead", ".layers-alive", ".layers-foreign"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.bin").write_bytes(bytes(100))
+    for name in (".layers-dead", ".out.dead", ".layers-alive"):
+        (tmp_path / name / ".lock").touch()
+    fcntl = pytest.importorskip("fcntl")
+    with (tmp_path / ".layers-alive" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        predict_to_folder(trained_run(trained, None, None, tmp_path, None), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {".layers-alive", ".layers-foreign", "out"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "probabilities.npy", "prediction.npy", "predict.json",
+    }  # fmt: skip
 
 
 def test_a_prediction_that_does_not_fit_is_refused(trained: Path, tmp_path: Path) -> None:

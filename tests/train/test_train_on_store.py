@@ -1,6 +1,7 @@
 """Training on sampled neighbourhoods: a store equals memory bit by bit, and any stop and resume changes nothing."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from randombatch.data.graph import DataError
 from randombatch.data.in_rows import of_graph, of_store
 from randombatch.data.store import Store, write_store
 from randombatch.models.propagation import Adjacency
@@ -167,6 +169,15 @@ def test_companions_are_uniform(config: Small, store: Path) -> None:
     z = (counts - expected) / np.sqrt(variance)
     assert np.abs(z).max() < 4.5
     assert 0.5 < (z**2).mean() < 1.6
+
+
+def test_labels_that_are_no_class_are_refused(config: Small, store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "store")
+    y = np.load(store / "y.npy")
+    y[int(Store.open(store).split("train")[0])] = 77
+    np.save(tmp_path / "store" / "y.npy", y)
+    with pytest.raises(DataError, match=r"of a split has label 77, expected 0 to \d: the graph is damaged"):
+        train(config(data__dataset=str(tmp_path / "store")), tmp_path / "job")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ SPACE, TAB, LINE, RETURN, COMMA, SEMICOLON, HASH, PERCENT, ZERO = 32, 9, 10, 13,
 
 @compiled
 def _blank(c):
-    return c in (SPACE, TAB, COMMA, SEMICOLON, RETURN)
+    return c in (SPACE, TAB, COMMA, SEMICOLON)
 
 
 @compiled
@@ -126,25 +126,30 @@ def _number(text, at, end):
 def parse_edges(text, num_nodes, edges):
     """Edges of lines of text uint8: two ids below num_nodes, set apart by blanks, commas or semicolons.
 
-    Further columns are ignored; empty lines and those that begin with # or % are skipped. Returns (edges, lines, bad
-    lines, number of the first bad line from 1, where it begins).
+    Further columns are ignored; empty lines and those that begin with # or % are skipped. A carriage return belongs to
+    the end of a line; elsewhere it makes the line a bad one. Returns (edges, lines, bad lines, number of the first bad
+    line from 1, where it begins).
     """
     count, lines, bad, first, where = 0, 0, 0, 0, 0
     at = 0
     while at < text.size:
         start = at
         end = at
+        torn = False
         while end < text.size and text[end] != LINE:
+            torn |= end > start and text[end - 1] == RETURN
             end += 1
         at = end + 1
         lines += 1
+        if end > start and text[end - 1] == RETURN:
+            end -= 1
         while start < end and _blank(text[start]):
             start += 1
         if start == end or text[start] == HASH or text[start] == PERCENT:
             continue
         a, middle = _number(text, start, end)
         b, _ = _number(text, middle, end)
-        if a < 0 or b < 0 or a >= num_nodes or b >= num_nodes:
+        if torn or a < 0 or b < 0 or a >= num_nodes or b >= num_nodes:
             bad += 1
             if bad == 1:
                 first, where = lines, start

@@ -180,6 +180,9 @@ def _check_description(path: Path, found: dict[str, Any]) -> None:
     for key, kind in (("name", str), ("metric", str), ("undirected", bool), ("arrays", dict)):
         if not isinstance(found.get(key), kind):
             raise DataError(f"{path}: `{key}` must be a {kind.__name__}, got {found.get(key)!r}")
+    warnings = found.get("warnings", [])
+    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+        raise DataError(f"{path}: `warnings` must be a list of texts, got {warnings!r}")
     nodes, edges, features, _, splits = (found[key] for key in counts)
     if splits > len(found["arrays"]):
         raise DataError(f"{path}: `num_splits` is {splits}, but it lists {len(found['arrays'])} arrays")
@@ -191,6 +194,8 @@ def _check_description(path: Path, found: dict[str, Any]) -> None:
         if entry.get("dtype") not in DTYPES.get(name, DTYPES["split"]):
             allowed = ", ".join(DTYPES.get(name, DTYPES["split"]))
             raise DataError(f"{path}: `dtype` of {name} must be one of {allowed}, got {entry.get('dtype')!r}")
+        if not isinstance(entry.get("crc32"), str):
+            raise DataError(f"{path}: `crc32` of {name} must be a text, got {entry.get('crc32')!r}")
         shape = entry.get("shape")
         wrong = shape != shapes[name] if name in shapes else not _is_vector(shape)
         if wrong:

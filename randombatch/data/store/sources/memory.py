@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from randombatch.data.graph import DataError
 from randombatch.data.raw import MASKS, Raw, as_tensor, check_masks
@@ -25,6 +26,9 @@ class MemorySource(Source):
             for values, what in ((raw.x, "x"), (raw.edge_index, "edge_index"), (raw.y, "y"))
         )
         x, edges, y = self._x, self._edges, self._y
+        for values, what in ((x, "x"), (edges, "edge_index"), (y, "y")):
+            if values.layout != torch.strided:
+                raise DataError(f"`{what}` must be a dense tensor, got {values.layout}: give {what}.to_dense()")
         if x.dim() != 2 or not x.numel():
             raise DataError(f"`x` must be [nodes, features] with at least one of each, got {list(x.shape)}")
         if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():

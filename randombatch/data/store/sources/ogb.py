@@ -67,11 +67,9 @@ class OgbSource(Source):
 
     def masks(self, size: int) -> Iterator[np.ndarray]:
         scheme = self._reader.scheme()
-        parts = [
-            self._reader.ids(f"split/{scheme}/{part}.csv.gz", self.num_nodes).numpy()
-            for part in ("train", "valid", "test")
-        ]
-        return IdMasks(parts, self.num_nodes).pieces(size)
+        names = [f"split/{scheme}/{part}.csv.gz" for part in ("train", "valid", "test")]
+        parts = [self._reader.id_blocks(name, self.num_nodes) for name in names]
+        return IdMasks(parts, names, self.num_nodes).pieces(size)
 
 
 def _table(text: bytes, dtype: type, what: str, first: int) -> np.ndarray:

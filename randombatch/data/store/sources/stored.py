@@ -1,6 +1,6 @@
 """Graphs in arrays that are streamed: `.npz` files in the package's own layout, and papers100M's `data.npz`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -97,12 +97,26 @@ class NpzSource(ArraySource):
 
 
 class IdMasks:
-    """One split given as three lists of ids, kept as one byte per node."""
+    """One split given as three lists of ids, in blocks, kept as one byte per node.
 
-    def __init__(self, parts: list[np.ndarray], num_nodes: int) -> None:
+    Args:
+        parts: blocks of ids below `num_nodes` for train, val and test.
+        names: where each part comes from, for messages.
+        num_nodes: N.
+    """
+
+    def __init__(self, parts: Iterable[Iterable[np.ndarray]], names: Sequence[str], num_nodes: int) -> None:
         self._bits = np.zeros(num_nodes, np.uint8)
-        for p, ids in enumerate(parts):
-            self._bits[ids] |= 1 << p
+        for p, (blocks, name) in enumerate(zip(parts, names, strict=True)):
+            for ids in blocks:
+                before, unique = self._bits[ids] >> p & 1, np.unique(ids)
+                if before.any() or unique.size < ids.size:
+                    twice = ids[before.astype(bool)] if before.any() else np.sort(ids)[1:][np.diff(np.sort(ids)) == 0]
+                    raise DataError(
+                        f"{name} must hold the id of every node once, got {twice[0]} twice: is it a mask, one number "
+                        "for each node? Then write numpy.flatnonzero(mask)"
+                    )
+                self._bits[ids] |= 1 << p
 
     def pieces(self, size: int) -> Iterator[np.ndarray]:
         for start in range(0, self._bits.size, size):
@@ -133,9 +147,7 @@ class PapersSource(ArraySource):
 
     def masks(self, size: int) -> Iterator[np.ndarray]:
         scheme = self._reader.scheme()
+        names = [f"split/{scheme}/{part}.csv.gz" for part in ("train", "valid", "test")]
         with readable(self.where):
-            parts = [
-                self._reader.ids(f"split/{scheme}/{part}.csv.gz", self.num_nodes).numpy()
-                for part in ("train", "valid", "test")
-            ]
-        yield from IdMasks(parts, self.num_nodes).pieces(size)
+            masks = IdMasks([self._reader.id_blocks(name, self.num_nodes) for name in names], names, self.num_nodes)
+        yield from masks.pieces(size)

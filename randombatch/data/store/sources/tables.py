@@ -45,6 +45,9 @@ class TableSource(Source):
                 raise DataError(f"there is no file {path}")
             if not path.name.endswith(SUFFIXES):
                 raise DataError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+        for path in (y, *(parts or ())):
+            if path.suffix == ".npy" and len(npy_file(path).shape) not in (1, 2):
+                raise DataError(f"{path} must be a list of numbers, got {list(npy_file(path).shape)}")
         self.identity = identity(edges, x, y, *(parts or ()))
         self.num_nodes, self.num_features = self._shape()
         self.edge_bound = self._count_edges()
@@ -74,10 +77,11 @@ class TableSource(Source):
             return shape[0], shape[1]
         rows = columns = 0
         for text in _texts(self._x):
-            columns = (
-                columns or np.loadtxt(io.BytesIO(_commas(text.split(b"\n", 1)[0])), str, delimiter=",", ndmin=1).size
-            )
+            first = _commas(text.split(b"\n", 1)[0]).strip()
+            columns = columns or (0 if first[:1] in (b"", b"#") else first.count(b",") + 1)
             rows += text.count(b"\n") + (not text.endswith(b"\n"))
+        if rows and not columns:
+            raise DataError(f"{self._x} must begin with a row of numbers, got an empty line or a comment")
         if not rows:
             raise DataError(f"{self._x} must hold one line of features per node, got none")
         return rows, columns
@@ -124,7 +128,8 @@ class TableSource(Source):
     def labels(self, size: int) -> Iterator[np.ndarray]:
         if self._y.suffix == ".npy":
             for block in npy_file(self._y).rows(size):
-                yield block.reshape(-1)
+                block = block.reshape(-1)
+                yield np.where(np.isnan(block), -1.0, block) if block.dtype.kind == "f" else block
             return
         for text in _texts(self._y):
             lines = [line.strip() or b"nan" for line in text.removesuffix(b"\n").split(b"\n")]
@@ -137,18 +142,19 @@ class TableSource(Source):
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
         if self._parts is None:
             return None
-        return IdMasks([self._ids(path) for path in self._parts], self.num_nodes).pieces(size)
+        blocks = [self._id_blocks(path) for path in self._parts]
+        return IdMasks(blocks, [str(path) for path in self._parts], self.num_nodes).pieces(size)
 
-    def _ids(self, path: Path) -> np.ndarray:
-        if path.suffix == ".npy":
-            blocks = list(npy_file(path).rows(1 << 20))
-        else:
-            blocks = [_numbers(text, path) for text in _texts(path)]
-        ids = np.concatenate([np.zeros(0, np.int64), *(block.reshape(-1) for block in blocks)])
-        bad = (ids < 0) | (ids >= self.num_nodes) | (ids != np.round(ids))
-        if bad.any():
-            raise DataError(f"{path} must hold ids from 0 to {self.num_nodes - 1}, got {ids[bad][0]:g}")
-        return ids.astype(np.int64)
+    def _id_blocks(self, path: Path) -> Iterator[np.ndarray]:
+        npy = path.suffix == ".npy"
+        for block in npy_file(path).rows(SPAN // 8) if npy else (_numbers(text, path) for text in _texts(path)):
+            ids = block.reshape(-1)
+            if ids.dtype == bool:
+                raise DataError(f"{path} must hold ids of nodes, got true and false: write numpy.flatnonzero(mask)")
+            bad = (ids < 0) | (ids >= self.num_nodes) | (ids != np.round(ids))
+            if bad.any():
+                raise DataError(f"{path} must hold ids from 0 to {self.num_nodes - 1}, got {ids[bad][0]:g}")
+            yield ids.astype(np.int64)
 
 
 def _texts(path: Path) -> Iterator[bytes]:
