@@ -129,19 +129,16 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
     }
     rows: list[dict[str, Any]] = []
     others = [size for size in settings.ranks if size > 1]
-    tick = progress("ranks", len(others) * (1 + settings.weak))
+    grows = settings.ranks if settings.weak else ()
+    tick = progress("ranks", len(others) + len(grows))
     messages: list[tuple[int, int, float]] = []
     for size in others:
         rows += _strong(settings, common, size, messages)
         tick()
-        if settings.weak:
-            grown = {
-                **common,
-                "nodes": size * settings.nodes // max(others),
-                "edges": size * settings.edges // max(others),
-            }
-            rows.append(_weak(settings, grown, size))
-            tick()
+    for size in grows:
+        grown = {name: size * getattr(settings, name) // max(others) for name in ("nodes", "edges")}
+        rows.append(_weak(settings, {**common, **grown}, size))
+        tick()
     network = fit_network(messages)
     one = next(r for r in rows if r["name"] == "1 rank")
     return {
@@ -222,7 +219,8 @@ def _weak(settings: Settings, grown: dict[str, Any], size: int) -> dict[str, Any
     """`size` ranks with as many nodes for each as the largest number of ranks has in the strong scaling."""
     with _groups({"weak": (size, {**grown, "layout": "sharded"})}) as groups:
         times = [groups["weak"].ask("time") for _ in range(settings.turns + 1)]
-        row = {"name": f"weak, {size} ranks", "ranks": size, "nodes": grown["nodes"], **_times(times[1:])}
+        name = f"weak, {size} rank{'s' if size > 1 else ''}"
+        row = {"name": name, "ranks": size, "nodes": grown["nodes"], **_times(times[1:])}
         return row | _memory(groups["weak"].ask("memory"))
 
 
@@ -238,6 +236,7 @@ def _ratios(rows: list[dict[str, Any]], first: int, settings: Settings) -> dict[
         bytes_over[str(size)] = row["bytes_over_lower_bound"]
     ours = next(r for r in rows if r["name"] == f"{first} ranks")
     other = next(r for r in rows if r["name"] == f"{first} dataparallel")
+    grown = {row["ranks"]: row["step_s"] for row in rows if row["name"].startswith("weak")}
     return {
         "speedup": speedup,
         "memory_per_rank": memory,
@@ -245,6 +244,7 @@ def _ratios(rows: list[dict[str, Any]], first: int, settings: Settings) -> dict[
         "bytes_over_lower_bound": bytes_over,
         "time_vs_dataparallel": other["step_s"] / ours["step_s"],
         "memory_vs_dataparallel": max(other["growth_bytes"]) / max(ours["growth_bytes"]),
+        "weak_efficiency": {str(size): grown[1] / seconds for size, seconds in grown.items() if size > 1},
     }
 
 

@@ -19,10 +19,14 @@ def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "ranks.json").read_text())
     assert set(figures["ratios"]) == {
         "speedup", "memory_per_rank", "imbalance", "bytes_over_lower_bound", "time_vs_dataparallel",
-        "memory_vs_dataparallel",
+        "memory_vs_dataparallel", "weak_efficiency",
     }  # fmt: skip
-    assert [row["name"] for row in figures["rows"]] == ["1 rank", "2 ranks", "2 dataparallel", "weak, 2 ranks"]
-    one, two, primary, _ = figures["rows"]
+    assert [row["name"] for row in figures["rows"]] == [
+        "1 rank", "2 ranks", "2 dataparallel", "weak, 1 rank", "weak, 2 ranks",
+    ]  # fmt: skip
+    one, two, primary, half, whole = figures["rows"]
+    assert [half["nodes"], whole["nodes"]] == [1500, 3000]
+    assert figures["ratios"]["weak_efficiency"]["2"] == half["step_s"] / whole["step_s"]
     assert sum(two["rows_of_ranks"]) == one["rows_of_ranks"][0] == 3000
     assert sum(two["arcs_of_ranks"]) == one["arcs_of_ranks"][0] == primary["arcs_of_ranks"][0]
     assert figures["ratios"]["speedup"]["2"] == pytest.approx(one["step_s"] / two["step_s"])
