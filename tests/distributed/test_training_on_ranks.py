@@ -12,7 +12,7 @@ import torch
 
 from randombatch import data
 from randombatch.data.part import Part, cut, synthetic_part
-from randombatch.data.store import write_store
+from randombatch.data.store import open_source, prepare, write_store
 from randombatch.data.synthetic import Synthetic
 from randombatch.distributed import Shard
 from randombatch.train import job
@@ -167,12 +167,17 @@ def inside(group: Any, settings: Config, folder: str, stop: int, resume: bool = 
     return display.steps
 
 
-MINIBATCHES = ["induced", "all-edges", "sampled"]
+MINIBATCHES = ["induced", "all-edges", "sampled", "store"]
 
 
 def seven(graph: str, minibatch: str) -> Config:
     """An epoch of seven mini-batches: one rank of two is idle at the end. Dropout and batch norm are on."""
-    seeds = 3 if minibatch == "sampled" else 9
+    seeds = 3 if minibatch in ("sampled", "store") else 9
+    if minibatch == "store":
+        minibatch, path = "sampled", Path(f"{graph}.store")
+        if not path.exists():
+            prepare(open_source(Path(graph)), path)
+        graph = str(path)
     return config(graph, train__minibatch=minibatch, train__seeds=seeds, train__fanouts=[4, 4], train__epochs=4)
 
 
