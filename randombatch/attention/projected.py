@@ -6,10 +6,7 @@ Only the input is kept for the backward pass. Each block gathers its rows of x, 
 
 and puts y back; the backward pass does it again and adds up the gradients of the weights.
 
-With a single head, two of the four projections are needless: q k' = (x W_q' + b_q)(x W_k' + b_k)' differs from
-(x W_q' W_k + b_q W_k) x' by a constant in each row, which the softmax takes away, so that x itself can be the key; and
-projecting what was attended to is attending to what was projected, weights (x W_v') W_out' = weights (x (W_out W_v)').
-`fold` forms these products of weights once (d x d, by autograd): 15 products of a block in cache instead of 23.
+With a single head, two of the four projections are needless (`folding.py`).
 
 Shapes: R rows of a block, F input width, W stacked widths of the projections, H heads, D width of a head, P items in a
 batch, G = (batches of the block) x H.
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor
 
 from randombatch.attention import blocks
+from randombatch.attention.folding import fold, scale_query
 from randombatch.attention.rows import divide_rows
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
@@ -79,7 +77,7 @@ def projected_attention(
     output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
     with torch.autocast(x.device.type, enabled=False):
         if kernel == "softmax":
-            in_weight, in_bias = _scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
+            in_weight, in_bias = scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
         # Folding costs a few products of weights, which pay from about as many rows as there are features on.
         if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
             parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
@@ -105,38 +103,6 @@ def _given(
     if division.rows is not None:
         return division.order(device=device), None, division.starts
     return None, None, division.ptr
-
-
-def _scale_query(in_weight: Tensor, in_bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
-    factor = in_weight.new_ones(len(in_weight))
-    factor[: len(in_weight) // 3] = scale
-    return in_weight * factor[:, None], None if in_bias is None else in_bias * factor
-
-
-def fold(
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    kernel: str,
-    dropout_p: float,
-) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """A single head's projections without the needless ones.
-
-    Returns:
-        How many parts remain (query and value, or query, key and value), their weight and bias, and what of the output
-        bias is still to be added after the attention.
-    """
-    wq, wk, wv = in_weight.chunk(3)
-    weights = [wk.t() @ wq, out_weight @ wv] if kernel == "softmax" else [wq, wk, out_weight @ wv]
-    if in_bias is not None:
-        bq, bk, bv = in_bias.chunk(3)
-        bv = out_weight @ bv
-        if out_bias is not None and dropout_p == 0.0:
-            # The weights of a row add up to one, so what is added to every value is added to the output.
-            bv, out_bias = bv + out_bias, None
-        in_bias = torch.cat([bq @ wk, bv] if kernel == "softmax" else [bq, bk, bv])
-    return len(weights), torch.cat(weights), in_bias, out_bias
 
 
 @dataclasses.dataclass

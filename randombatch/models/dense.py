@@ -21,6 +21,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from randombatch.attention.blocks import Scratch, new_rows, rows_per_block
+from randombatch.distributed.moments import pooled
 from randombatch.distributed.shard import Shard
 from randombatch.division import draw_seed
 from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
@@ -208,17 +209,7 @@ class _Blocks:
         assert pilot is not None
         shift = total / len(self.x)
         mean, var = pilot + shift, (squares / len(self.x) - shift.square()).clamp_(min=0)
-        return (mean, var) if self.spec.shard is None else _pooled(mean, var, self.spec.shard)
-
-
-def _pooled(mean: Tensor, var: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the rows of all ranks from those of each."""
-    counts = mean.new_full((1,), len(shard))
-    every = shard.gather(torch.cat([counts, mean, var]))
-    share = every[:, :1] / shard.num_rows
-    means, variances = every[:, 1:].chunk(2, dim=1)
-    pooled = (share * means).sum(0)
-    return pooled, (share * (variances + (means - pooled).square())).sum(0)
+        return (mean, var) if self.spec.shard is None else pooled(mean, var, self.spec.shard)
 
 
 class _Dense(torch.autograd.Function):

@@ -2,15 +2,7 @@
 
 import dataclasses
 import json
-import multiprocessing
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as nnf
+from jobs import Told, newest
 
 from randombatch.models.features import SparseFeatures
-from randombatch.train import job, job_folder, progress
-from randombatch.train.config import Config, ConfigError, load_config
+from randombatch.train import job, progress
+from randombatch.train.config import Config, load_config
 from randombatch.train.job import Interrupted, TrainingError, train
 from randombatch.train.loop import Problem
-from randombatch.train.progress import Display
 
 Small = Callable[..., Config]
 Outcome = Callable[[Path], dict[str, Any]]
@@ -112,148 +104,6 @@ def test_resumed_from_any_step(
     assert outcome(tmp_path / "parts") == whole
 
 
-class Told(Display):
-    """Keeps what a person would have seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-
-class Killed(BaseException):
-    pass
-
-
-class Killer:
-    """Ends the program at its `moment`-th file operation: nothing behind it is run, not even the tidying up."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
-        self.patch, self.left = patch, moment
-        # The next one is another process.
-        patch.setattr(os, "getpid", lambda: 10**7 + moment)
-        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "mkdir")):
-            self._watch(owner, name)
-
-    def _watch(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            self.left -= 1
-            if self.left == 0:
-                self.patch.setattr(Path, "unlink", lambda *_, **__: None)
-                raise Killed
-            return function(*arguments, **named)
-
-        self.patch.setattr(owner, name, wrapped)
-
-
-def test_killed_at_each_file_operation(
-    small: Small, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small(train__epochs=2, train__runs=1, train__checkpoint_every=1)
-    train(config, tmp_path / "whole")
-    moment, killed = 0, True
-    while killed:
-        moment += 1
-        folder, killed = tmp_path / f"parts-{moment}", False
-        with monkeypatch.context() as patch:
-            Killer(patch, moment)
-            try:
-                train(config, folder)
-            except Killed:
-                killed = True
-        train(config, folder, resume=True)
-        assert outcome(folder) == outcome(tmp_path / "whole"), f"killed at file operation {moment}"
-        left = {p.name for p in (*folder.iterdir(), *(folder / "checkpoints").iterdir())}
-        assert not [name for name in left if name.endswith(".tmp")], "leftovers"
-        assert len([name for name in left if name[:9].isdigit()]) <= 4, "more than two checkpoints"
-    assert moment > 20
-
-
-@pytest.fixture(scope="module")
-def longer(small: Small) -> Config:
-    """Some 120 steps: long enough to be met by a signal."""
-    return small(train__minibatch="induced", train__checkpoint_every=1, train__epochs=10, train__runs=3)
-
-
-@pytest.fixture(scope="module")
-def longer_whole(longer: Config, outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("longer") / "job"
-    torch.set_num_threads(1)
-    train(longer, folder)
-    return outcome(folder)
-
-
-def newest(folder: Path) -> int:
-    return max((int(p.stem) for p in (folder / "checkpoints").glob("*.json")), default=0)
-
-
-def test_killed_by_the_system_at_any_moment(
-    longer: Config, longer_whole: dict[str, Any], outcome: Outcome, tmp_path: Path
-) -> None:
-    """kill -9 of real processes: at first while they start, then while they train."""
-    # Processes are forked from one that has everything imported: they start at once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["randombatch.train.job", "randombatch.models.peers", "randombatch.report.plots"])
-    moments, kills = random.Random(5), 0
-    while not (tmp_path / "result.json").exists():
-        before = newest(tmp_path)
-        process = context.Process(target=train, args=(longer, tmp_path), kwargs={"resume": True})
-        process.start()
-        while kills > 1 and process.is_alive() and newest(tmp_path) == before:
-            time.sleep(0.002)
-        process.join(moments.uniform(0, 0.2))
-        if process.is_alive():
-            process.kill()
-            kills += 1
-            assert kills < 40, "it does not come forward"
-        process.join(60)
-        assert process.exitcode in (0, -signal.SIGKILL)
-    assert outcome(tmp_path) == longer_whole
-    assert not list(tmp_path.rglob("*.tmp")), "leftovers"
-    assert kills > 3, "killed too seldom to show anything"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_finish_the_step_save_and_exit_with_130(
-    longer: Config,
-    longer_whole: dict[str, Any],
-    outcome: Outcome,
-    tmp_path: Path,
-    number: signal.Signals,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(job_folder, "LOCK_SECONDS", 0.0)
-    config = longer
-    (tmp_path / "job.toml").write_text(config.to_toml())
-    folder = tmp_path / "job"
-    command = [sys.executable, "-m", "randombatch", "train", str(tmp_path / "job.toml"), "--out", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    metrics = folder / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.005)
-    with pytest.raises(ConfigError, match="another process is training in"):
-        train(config, folder, resume=True)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert out == ""
-    assert "Traceback" not in err
-    (line,) = [line for line in err.splitlines() if "interrupted" in line]
-    assert "interrupted in run 1 after epoch" in line
-    assert "the checkpoint is kept, continue with --resume" in line
-    assert newest(folder) > 0
-    assert not (folder / "result.json").exists()
-    done = len(metrics.read_text().splitlines())
-    display = Told()
-    train(config, folder, resume=True, display=display)
-    assert f"continuing run 1 after epoch {done}" in display.lines
-    assert outcome(folder) == longer_whole
-
-
 def test_steps_and_scoring_are_shown(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an epoch takes hours, something is seen to move."""
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
@@ -266,100 +116,6 @@ def test_steps_and_scoring_are_shown(small: Small, tmp_path: Path, monkeypatch: 
         assert re.fullmatch(rf"run 1/2 epoch 2/5  step {done}/{number}  loss \d\.\d+  \d\.\d\d GB", line)
     assert {"scoring: train 100 %", "scoring: val 100 %", "scoring: test 100 %"} < set(display.lines)
     assert sum(line.startswith("run 1/2 epoch 5/5  loss ") for line in display.lines) == 1
-
-
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
-def test_a_second_signal_does_not_wait() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with job._Signals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.received
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_finished_job_returns_at_once(
-    small: Small, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small()
-    result = train(config, tmp_path / "job")
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "job").rglob("*")}
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("it trained again")
-
-    monkeypatch.setattr(job, "Job", refuse)
-    assert train(config, tmp_path / "job", resume=True) == result
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "job").rglob("*")} == before
-
-
-def test_a_finished_job_notices_other_data(small: Small, arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
-    path = tmp_path / "own.npz"
-    np.savez(path, **arrays)
-    config = small(data__dataset=str(path))
-    train(config, tmp_path / "job")
-    np.savez(path, **{**arrays, "x": arrays["x"] + 1})
-    with pytest.raises(ConfigError, match="the data changed since"):
-        train(config, tmp_path / "job", resume=True)
-
-
-def test_a_damaged_result_is_named(small: Small, tmp_path: Path) -> None:
-    config = small()
-    train(config, tmp_path / "job")
-    (tmp_path / "job" / "result.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"result\.json is no result of this program"):
-        train(config, tmp_path / "job", resume=True)
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_other_settings_are_refused_by_name(
-    small: Small, stop: Callable[..., None], tmp_path: Path, finished: bool
-) -> None:
-    config = small(train__epochs=2, train__runs=1)
-    if finished:
-        train(config, tmp_path)
-    else:
-        stop(config, tmp_path, 1)
-    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    changes = {
-        "train.lr": 0.5, "train.seed": 4, "train.epochs": 50, "model.attention": "none", "model.hidden_channels": 9,
-        "model.options": {"alpha": 0.9}, "data.metric": "f1",
-    }  # fmt: skip
-    for setting, value in changes.items():
-        with pytest.raises(ConfigError, match=f"was started with {setting} = ") as error:
-            train(config.replace(**{setting: value}), tmp_path, resume=True)
-        assert f"not {value!r}" in str(error.value)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
-
-
-def test_a_folder_with_something_else_in_it_is_refused(small: Small, tmp_path: Path) -> None:
-    config = small(train__epochs=1, train__runs=1)
-    (tmp_path / "thesis.tex").write_text("mine")
-    for resume in (False, True):
-        with pytest.raises(ConfigError, match="is not empty and holds no job"):
-            train(config, tmp_path, resume=resume)
-    with pytest.raises(ConfigError, match="is a file"):
-        train(config, tmp_path / "thesis.tex")
-    with pytest.raises(ConfigError, match="cannot write to"):
-        train(config, tmp_path / "thesis.tex" / "below")
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-    train(config, tmp_path / "job")
-    with pytest.raises(ConfigError, match="holds a job already: continue it with --resume"):
-        train(config, tmp_path / "job")
-
-
-def test_a_locked_folder_is_refused_and_left_alone(small: Small, stop: Callable[..., None], tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    config = small()
-    stop(config, tmp_path, 3)
-    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with (tmp_path / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another process is training"):
-            train(config, tmp_path, resume=True)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
-    train(config, tmp_path, resume=True)
 
 
 def spoilt(folder: Path) -> Path:
