@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,32 @@ def test_killed_at_random_moments(tmp_path: Path, small_pieces: None) -> None:
         kills += ended(child) == -signal.SIGKILL
     assert kills
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_killed_before_each_flush(tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files are made whole and renamed: what a killed process left beside them never gets into the store."""
+    make(tmp_path / "whole")
+    flush, left = os.fsync, [0]
+
+    def kill(file: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", kill)
+    for number in range(1, 100):
+        path = tmp_path / f"s{number}"
+        left[0] = number
+        code = ended(forked(partial(make, path)))
+        assert code in (0, -signal.SIGKILL)
+        left[0] = 0
+        if not is_store(path):
+            assert make(path)["resumed"]
+        assert contents(path) == contents(tmp_path / "whole")
+        if code == 0:
+            break
+    assert 5 < number < 99
 
 
 def stop_at(wanted: str, number: int) -> Callable[[str, int, int], None]:

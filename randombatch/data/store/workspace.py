@@ -119,8 +119,13 @@ class Workspace:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def finish(self, description: dict[str, Any]) -> None:
-        """Write `graph.json`, move the arrays into place, remove the rest."""
-        write_json(self.arrays / DESCRIPTION, description)
+        """Write `graph.json`, move the arrays into place, remove the rest.
+
+        It is written outside `arrays/`: a kill in between must not leave a temporary file in the store.
+        """
+        write_json(self.folder / DESCRIPTION, description)
+        (self.folder / DESCRIPTION).replace(self.arrays / DESCRIPTION)
+        sync_folder(self.arrays)
         self.arrays.rename(self.path)
         sync_folder(self.path.parent)
         self.discard()
