@@ -113,23 +113,28 @@ class Permutation:
         return order, torch.argsort(order)
 
     @functools.cached_property
+    def rounds(self) -> tuple[int, Tensor, Tensor]:
+        """Bits of the right half, F (rounds, b) and G (rounds, a)."""
+        bits = (self.n - 1).bit_length() // 2
+        b, a = 1 << bits, -(-self.n >> bits)
+        h = hash64(torch.arange(DOUBLE_ROUNDS * (a + b), device=self.device), self.seed) & ((1 << 31) - 1)
+        shift = (h[: DOUBLE_ROUNDS * b] * a) >> 31
+        flip = h[DOUBLE_ROUNDS * b :] & (b - 1)
+        return bits, shift.view(DOUBLE_ROUNDS, b), flip.view(DOUBLE_ROUNDS, a)
+
+    @functools.cached_property
     def tables(self) -> tuple[int, Tensor, Tensor, Tensor]:
         """Bits of the right half, F (rounds, b), G (rounds, periods of a), and left mod a moved into place.
 
         `left` is never reduced between rounds: it grows by less than a in each, and the tables indexed by it repeat
         with period a as often as it can grow.
         """
-        bits = (self.n - 1).bit_length() // 2
-        b, a = 1 << bits, -(-self.n >> bits)
-        h = hash64(torch.arange(DOUBLE_ROUNDS * (a + b), device=self.device), self.seed) & ((1 << 31) - 1)
-        shift = (h[: DOUBLE_ROUNDS * b] * a) >> 31
-        flip = (h[DOUBLE_ROUNDS * b :] & (b - 1)).view(DOUBLE_ROUNDS, a)
-        reduced = torch.arange(a, device=self.device) << bits
+        bits, shift, flip = self.rounds
+        reduced = torch.arange(flip.shape[1], device=self.device) << bits
         periods = DOUBLE_ROUNDS + 1
         # Half the traffic where everything fits into 32 bits.
         dtype = torch.int32 if self.n < 1 << 30 else torch.int64
-        shift, flip = shift.view(DOUBLE_ROUNDS, b).to(dtype), flip.repeat(1, periods).to(dtype)
-        return bits, shift, flip, reduced.repeat(periods).to(dtype)
+        return bits, shift.to(dtype), flip.repeat(1, periods).to(dtype), reduced.repeat(periods).to(dtype)
 
     def _network(self, points: Tensor) -> Tensor:
         bits, shift, flip, reduced = self.tables

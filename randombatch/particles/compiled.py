@@ -36,7 +36,8 @@ LARGEST, MAX_DIM = 128, 8
 # Particle steps that are worth a second of compilation.
 WORTH = 20_000_000
 _REGISTERS = 16  # numbers of a batch that is held in registers
-_CHUNK = 4096  # positions whose items are drawn at a time
+_CHUNK = 1024  # positions whose items are drawn at a time
+_AHEAD = 32  # particles whose rows are on their way from memory
 _RATIONAL = {"reassoc", "contract", "arcp", "nsz"}  # leaves infinities and NaN as they are
 
 
@@ -115,11 +116,13 @@ class CompiledStep:
 
     def _tables(self, seed: int) -> tuple[Any, ...]:
         """N, the permutation's tables, and for few particles its values."""
+        n, order = np.uint64(self.n), np.zeros(0, np.int64)
         if self.n < SORTED_BELOW:
-            none = np.zeros((1, 1), np.int32)
-            return self.n, 0, none, none, none[0], sorted_order(self.n, seed).numpy()
-        bits, shift, flip, reduced = Permutation(self.n, seed).tables
-        return self.n, bits, shift.numpy(), flip.numpy(), reduced.numpy(), np.zeros(0, np.int64)
+            none = np.zeros((1, 1), np.uint16)
+            return n, np.uint64(0), none, none, sorted_order(self.n, seed).numpy()
+        bits, shift, flip = Permutation(self.n, seed).rounds
+        short = np.uint16 if self.n <= 1 << 32 else np.uint32
+        return n, np.uint64(bits), shift.numpy().astype(short), flip.numpy().astype(short), order
 
 
 def _constant(kernel: Consensus, real: Any) -> tuple[str, tuple]:
@@ -199,6 +202,7 @@ def _build(
 
     compiled = numba.njit(nogil=True, fastmath=_RATIONAL)
     side, one, zero = real(length), real(1), real(0)
+    fetch = _prefetch()
     put: Any
     new: Any
     if size * dim <= _REGISTERS:
@@ -216,20 +220,26 @@ def _build(
         new = numba.njit(lambda: (np.empty(size * dim, real), np.empty(size * dim, real), np.empty(dim, real)))
 
     @compiled
-    def draw(items, count, position, n, bits, shift, flip, reduced, order):
+    def draw(items, count, position, n, bits, shift, flip, order):
+        """The items at `count` positions (see `randombatch.permutation`).
+
+        All numbers are unsigned: an index that may be negative would be checked, and left - a wraps to a large number
+        where left < a.
+        """
         if len(order):
             for k in range(count):
                 items[k] = order[position + k]
             return
-        mask = (1 << bits) - 1
+        radix, mask = np.uint64(flip.shape[1]), (np.uint64(1) << bits) - np.uint64(1)
         for k in range(count):
-            point = position + k
+            point = np.uint64(position + k)
             while True:
                 left, right = point >> bits, point & mask
                 for r in range(DOUBLE_ROUNDS):
-                    left += shift[r, right]
-                    right ^= flip[r, left]
-                point = reduced[left] | right
+                    left += np.uint64(shift[r, right])
+                    left = min(left, left - radix)
+                    right ^= np.uint64(flip[r, left])
+                point = (left << bits) | right
                 if point < n:
                     break
             items[k] = point
@@ -261,10 +271,10 @@ def _build(
 
     @numba.njit(inline="always")
     def move(x, mass, xi, w, items, o, y, turned, force, scale, shock):
-        """The batch in rows `o` and following, in place; `items` says who they are."""
+        """The batch of the items in places `o` and following, in place."""
         for i in range(size):
             for a in range(dim):
-                y = put(y, i * dim + a, x[o + i, a])
+                y = put(y, i * dim + a, x[items[o + i], a])
         if attention:
             for i in range(size):
                 for b in range(dim):
@@ -285,7 +295,7 @@ def _build(
                     norm += force[a] * force[a]
                 norm = one / math.sqrt(norm)
                 for a in range(dim):
-                    x[o + i, a] = force[a] * norm
+                    x[items[o + i], a] = force[a] * norm
             else:
                 for a in range(dim):
                     moved = y[i * dim + a] + force[a]
@@ -295,25 +305,70 @@ def _build(
                             moved += side
                         if moved >= side:
                             moved -= side
-                    x[o + i, a] = moved
+                    x[items[o + i], a] = moved
 
     @compiled
-    def step(x, mass, xi, w, n, bits, shift, flip, reduced, order, position, count, scale, shock):
-        per_chunk = _CHUNK // size
-        items = np.empty(per_chunk * size, np.int64)
-        rows = np.empty((per_chunk * size, dim), real)
+    def step(x, mass, xi, w, n, bits, shift, flip, order, position, count, scale, shock):
+        """Batches are drawn a chunk before they are moved, into the two halves of `items` in turn.
+
+        Their rows are sent for `ahead` batches before they are needed: the memory answers while others are moved.
+        """
+        per_chunk, ahead = max(_CHUNK // size, 1), max(_AHEAD // size, 1)
+        half = per_chunk * size
+        items = np.zeros(2 * half, np.uint64)
         y, turned, force = new()
+        draw(items, min(per_chunk, count) * size, position, n, bits, shift, flip, order)
+        o = 0
         for first in range(0, count, per_chunk):
             batches = min(per_chunk, count - first)
-            draw(items, batches * size, position + first * size, n, bits, shift, flip, reduced, order)
-            # Random reads and writes by themselves: the memory answers many at a time.
-            for k in range(batches * size):
-                for a in range(dim):
-                    rows[k, a] = x[items[k], a]
+            after = first + batches
+            draw(
+                items[half - o :],
+                min(per_chunk, count - after) * size,
+                position + after * size,
+                n,
+                bits,
+                shift,
+                flip,
+                order,
+            )
             for b in range(batches):
-                move(rows, mass, xi, w, items, b * size, y, turned, force, scale, shock)
-            for k in range(batches * size):
-                for a in range(dim):
-                    x[items[k], a] = rows[k, a]
+                far = o + (b + ahead) * size
+                if far >= 2 * half:
+                    far -= 2 * half
+                for k in range(far, far + size):
+                    fetch(x, items[k])
+                    if massive:
+                        fetch(mass, items[k])
+                    if noisy:
+                        fetch(xi, items[k])
+                move(x, mass, xi, w, items, o + b * size, y, turned, force, scale, shock)
+            o = half - o
 
     return step
+
+
+@functools.cache
+def _prefetch() -> Any:
+    """A compiled function that asks for row i of an array and does not wait for it."""
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def fetch(typing, array, row):
+        def generate(context, builder, signature, arguments):
+            make = context.make_array(signature.args[0])(context, builder, arguments[0])
+            row = context.cast(builder, arguments[1], signature.args[1], types.intp)
+            stride = cgutils.unpack_tuple(builder, make.strides, signature.args[0].ndim)[0]
+            byte = ir.PointerType(ir.IntType(8))
+            place = builder.gep(builder.bitcast(make.data, byte), [builder.mul(row, stride)])
+            number = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+            builder.call(function, [place, number(1), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return types.void(array, row), generate
+
+    return fetch
