@@ -16,6 +16,8 @@ from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import fold_in
 
+FLOOR_PARTICLES = 120
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -71,7 +73,10 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
     result["ratios"] = {"g_measured_over_predicted": result["g"]["measured"] / result["g"]["predicted"]}
     if settings.softmax:
         tick_floor = progress("softmax inside the batch", 27)
-        result["softmax"] = softmax_floor(seed=settings.seed, progress=lambda done, total: tick_floor())
+        _, w = sphere_example(FLOOR_PARTICLES, 3, settings.seed, settings.scale)
+        result["softmax"] = softmax_floor(
+            FLOOR_PARTICLES, w=w, seed=settings.seed, progress=lambda done, total: tick_floor()
+        )
     return result
 
 

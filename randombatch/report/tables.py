@@ -125,10 +125,13 @@ def print_convergence(console: Console, result: dict[str, Any]) -> None:
     lines.append(f"bound: J <= {result['bound']:.3f} (τ/(p-1) + τ²) in all of these")
     console.print("\n".join(lines), highlight=False, markup=False)
     if "softmax" in result:
-        table = Table("dynamics", "p", "J as τ → 0", title="normalised inside the batch: not covered by the theorem")
+        title = f"softmax inside the batch, |W| = {s['scale']:g}: not covered by the theorem"
+        table = Table("dynamics", "p", "J as τ → 0", "cut", title=title)
+        plain = {row["batch_size"]: row["floor"] for row in result["softmax"] if row["kind"] == "softmax"}
         for row in result["softmax"]:
             floor = f"{row['floor']:.2e} ± {row['floor_stderr']:.1e}"
-            table.add_row(row["kind"], str(row["batch_size"]), floor)
+            cut = f"{plain[row['batch_size']] / row['floor']:.1f}x" if "self_correction" in row["kind"] else ""
+            table.add_row(row["kind"], str(row["batch_size"]), floor, cut)
         console.print(table)
 
 

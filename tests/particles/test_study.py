@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from randombatch.cli import app
+from randombatch.particles import softmax_floor, study
 
 SMALL = ["--particles", "12", "--taus", "1/4,1/8", "--batch-sizes", "2,4", "--replicas", "20", "--no-softmax"]
 
@@ -44,6 +47,26 @@ def test_equal_calls_give_equal_numbers(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, arguments).exit_code == 0
         rows.append(json.loads((tmp_path / name / "result.json").read_text())["rows"])
     assert rows[0] == rows[1]
+
+
+def test_softmax_is_measured_at_the_scale_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table beside the study is of the same W, and says how much self_correction cuts."""
+    norms = []
+
+    def small(particles: int, *, w: torch.Tensor, **options: Any) -> list[dict[str, Any]]:
+        norms.append(float(w.norm()))
+        return softmax_floor(particles, (2, 4), (1 / 4, 1 / 8), 5, w=w, **options)
+
+    monkeypatch.setattr(study, "softmax_floor", small)
+    arguments = ["converge", *SMALL[:-1], "--scale", "0.5", "--no-pictures", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert norms == [pytest.approx(0.5)]
+    rows = json.loads((tmp_path / "result.json").read_text())["softmax"]
+    floors = {(row["kind"], row["batch_size"]): row["floor"] for row in rows}
+    for p in (2, 4):
+        assert f"{floors['softmax', p] / floors['softmax, self_correction', p]:.1f}x" in result.output
+    assert (tmp_path / "softmax.png").exists()
 
 
 @pytest.mark.parametrize(
