@@ -151,14 +151,19 @@ def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def softmax_weights(
-    scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, bias: Tensor | None = None, leading: tuple[int, ...] = ()
+    scratch: Scratch,
+    q_GPD: Tensor,
+    k_GPD: Tensor,
+    bias: Tensor | None = None,
+    leading: tuple[int, ...] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k' + bias) in each batch; rows whose keys are all masked (bias -inf) become zero, not NaN.
 
-    `bias` broadcasts to `(*leading, P, P)`, where `leading` multiplies to G.
+    `bias` broadcasts to `(*leading, P, P)`, where `leading` multiplies to G. Into `out` `(G, P, P)` if it is given.
     """
     groups, size, _ = q_GPD.shape
-    weights = scratch("weights", groups, size, size)
+    weights = scratch("weights", groups, size, size) if out is None else out
     torch.bmm(q_GPD, k_GPD.transpose(1, 2), out=weights)
     if bias is None:
         return torch.softmax(weights, -1, out=weights)

@@ -147,18 +147,18 @@ class _Layer:
         """An output with one row for each of x; those that are not divided stay zero."""
         return blocks.new_rows(self.x, len(self.x), width, zero=self.division.num_items < len(self.x))
 
-    def stream(self, saved: Tensor | None = None) -> Iterator[_Block]:
-        """Every block; `saved` holds all blocks' weights one after the other (else they are computed)."""
+    def stream(self, saved: Tensor, known: bool) -> Iterator[_Block]:
+        """Every block. `saved`, unless empty, holds the weights of all blocks in a row if `known`, else gets them."""
         start = 0
         for rows_CP in self.division.blocks(self.block_rows, self.x.device):
             weights = None
-            if saved is not None:
+            if saved.numel():
                 size = rows_CP.numel() * rows_CP.shape[1] * self.heads
                 weights = saved[start : start + size].view(-1, rows_CP.shape[1], rows_CP.shape[1])
                 start += size
-            yield self._block(rows_CP, weights)
+            yield self._block(rows_CP, weights, known)
 
-    def _block(self, rows_CP: Tensor, weights: Tensor | None) -> _Block:
+    def _block(self, rows_CP: Tensor, weights: Tensor | None, known: bool) -> _Block:
         scratch, size = self.scratch, rows_CP.shape[1]
         rows = rows_CP.flatten()
         x_RF = blocks.take_rows(scratch, "x", self.x, rows)
@@ -171,8 +171,8 @@ class _Layer:
         if self.kernel == "sgformer":
             blocks.sgformer_forward(scratch, q, k, v, out)
         else:
-            if weights is None:
-                weights = blocks.softmax_weights(scratch, q, k)
+            if weights is None or not known:
+                weights = blocks.softmax_weights(scratch, q, k, out=weights)
             dropped = weights
             if self.dropout_p:
                 numbers = torch.arange(self.heads, device=rows.device)
@@ -238,19 +238,15 @@ def projected(
     layer = _Layer(x, in_weight, in_bias, division, heads, parts, kernel, dropout_p, block_rows)
     scratch = layer.scratch
     out_NF = layer.new_rows(_out_width(in_weight, out_weight, parts))
-    saved = x.new_empty(_saved_size(division, heads, kernel, recompute), dtype=scratch.dtype)
+    saved = blocks.new_rows(x.new_empty(0, dtype=scratch.dtype), _saved_size(division, heads, kernel, recompute))
     out_weight, out_bias = (None if w is None else w.to(scratch.dtype) for w in (out_weight, out_bias))
-    start = 0
-    for block in layer.stream():
+    for block in layer.stream(saved, known=False):
         y_RF = block.o_RF
         if out_weight is not None:
             y_RF = linear(scratch("y", len(block.rows), len(out_weight)), y_RF, out_weight, out_bias)
         elif out_bias is not None:
             y_RF.add_(out_bias)
         blocks.put_rows(out_NF, block.rows, y_RF)
-        if saved.numel() and block.weights_GPP is not None:
-            saved[start : start + block.weights_GPP.numel()] = block.weights_GPP.flatten()
-            start += block.weights_GPP.numel()
     return out_NF, saved
 
 
@@ -308,7 +304,7 @@ def projected_backward(
     pieces = 1 if heads > 1 else parts
     chunks = list(zip(layer.in_weight.chunk(pieces), din_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
     ones = din_weight.new_ones(max(layer.block_rows, min(batch_size, len(x))))
-    for block in layer.stream(saved if saved.numel() else None):
+    for block in layer.stream(saved, known=True):
         ones_R = ones[: len(block.rows)]
         grad_RF = blocks.take_rows(scratch, "grad", grad, block.rows)
         if out_bias is not None:
