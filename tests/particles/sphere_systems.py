@@ -12,6 +12,6 @@ def normal(n: int, d: int, seed: int) -> Tensor:
     return torch.randn(n, d, generator=torch.Generator().manual_seed(fold_in(seed, n, d)), dtype=torch.float64)
 
 
-def attention(n: int) -> tuple[System, Tensor]:
-    x, w = sphere_example(n, 3, 0)
+def attention(n: int, seed: int = 0) -> tuple[System, Tensor]:
+    x, w = sphere_example(n, 3, seed)
     return System(kernel=Attention(w), space=Sphere(), masses=0.5 + normal(n, 1, 1)[:, 0].sigmoid()), x
