@@ -6,8 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -125,20 +123,6 @@ def integers(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in numbers)
     except (ValueError, OverflowError):
         raise ConfigError(f"expected integers such as 2,4,8, got {text!r}") from None
-
-
-def measured(function: Callable[..., dict[str, Any]], settings: Any, output: Path | None) -> dict[str, Any]:
-    """Run a benchmark under progress bars; a failure is one line and code 1."""
-    if output is not None and not output.absolute().parent.is_dir():
-        refuse(f"--json: the folder {output.parent} does not exist")
-    if output is not None and output.is_dir():
-        refuse(f"--json: {output} is a folder")
-    with pieces() as piece:
-        try:
-            return function(settings, piece)
-        except (RuntimeError, AssertionError) as error:
-            print(f"randombatch: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
 
 
 @contextlib.contextmanager

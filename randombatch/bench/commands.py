@@ -1,17 +1,40 @@
 """The commands `randombatch bench ...`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from randombatch.atomic import write_json
 from randombatch.report.tables import print_attention, print_epoch, print_particles, print_ranks, print_store
-from randombatch.terminal import clear_errors, integers, measured, refuse
-from randombatch.train.checkpoint import write_json
+from randombatch.terminal import clear_errors, integers, pieces, refuse, say
 
 bench = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
 console = Console()
+
+
+def report(
+    run: Callable[..., dict[str, Any]],
+    settings: Any,
+    show: Callable[[Console, dict[str, Any]], None],
+    output: Path | None,
+) -> None:
+    """Run a benchmark under progress bars, write its figures and show them; a failure is one line and code 1."""
+    if output is not None and not output.absolute().parent.is_dir():
+        refuse(f"--json: the folder {output.parent} does not exist")
+    if output is not None and output.is_dir():
+        refuse(f"--json: {output} is a folder")
+    with pieces() as piece:
+        try:
+            result = run(settings, piece)
+        except (RuntimeError, AssertionError) as error:
+            say(str(error))
+            raise typer.Exit(1) from None
+    if output is not None:
+        write_json(output, result)
+    show(console, result)
 
 
 @bench.command("particles")
@@ -41,10 +64,7 @@ def bench_particles(
             particles=integers(particles), dims=integers(dims), batch_sizes=integers(batch_sizes), threads=threads,
             turns=turns, max_gib=max_gib,
         )  # fmt: skip
-    result = measured(measure.run, settings, output)
-    print_particles(console, result)
-    if output is not None:
-        write_json(output, result)
+    report(measure.run, settings, print_particles, output)
 
 
 @bench.command("ranks")
@@ -81,10 +101,7 @@ def bench_ranks(
             ranks=integers(ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size, homophily=homophily,
             partition=partition, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency, memory=memory,
         )  # fmt: skip
-    result = measured(measure.run, settings, output)
-    print_ranks(console, result)
-    if output is not None:
-        write_json(output, result)
+    report(measure.run, settings, print_ranks, output)
 
 
 @bench.command("store")
@@ -121,10 +138,7 @@ def bench_store(
             fanouts=integers(fanouts), companions=companions, hidden=hidden, turns=turns, larger=larger,
             folder=folder,
         )  # fmt: skip
-    result = measured(measure.run, settings, output)
-    print_store(console, result)
-    if output is not None:
-        write_json(output, result)
+    report(measure.run, settings, print_store, output)
 
 
 @bench.command("attention")
@@ -157,7 +171,7 @@ def bench_attention(
     """
     from randombatch.bench import attention
 
-    try:
+    with clear_errors():
         settings = attention.Settings(
             nodes=nodes,
             dim=dim,
@@ -166,15 +180,10 @@ def bench_attention(
             threads=threads,
             peers=tuple(p for p in peers.split(",") if p),
             turns=turns,
-            scaling=tuple(int(n) for n in scaling.split(",") if n),
+            scaling=integers(scaling) if scaling else (),
             sweep=sweep,
         )
-    except ValueError as error:
-        refuse(str(error))
-    result = measured(attention.run, settings, output)
-    print_attention(console, result)
-    if output is not None:
-        write_json(output, result)
+    report(attention.run, settings, print_attention, output)
 
 
 @bench.command("epoch")
@@ -201,7 +210,7 @@ def bench_epoch(
     """
     from randombatch.bench import epoch
 
-    try:
+    with clear_errors():
         settings = epoch.Settings(
             cases=tuple(c for c in cases.split(",") if c),
             contenders=tuple(c for c in contenders.split(",") if c),
@@ -210,9 +219,4 @@ def bench_epoch(
             turns=turns,
             limit_gib=limit_gib,
         )
-    except ValueError as error:
-        refuse(str(error))
-    result = measured(epoch.run, settings, output)
-    print_epoch(console, result)
-    if output is not None:
-        write_json(output, result)
+    report(epoch.run, settings, print_epoch, output)
