@@ -180,7 +180,7 @@ def bench_attention(
             threads=threads,
             peers=tuple(p for p in peers.split(",") if p),
             turns=turns,
-            scaling=integers(scaling) if scaling else (),
+            scaling=integers(scaling),
             sweep=sweep,
         )
     report(attention.run, settings, print_attention, output)
