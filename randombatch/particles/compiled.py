@@ -141,7 +141,7 @@ _KNOWN: dict[type[Kernel], Callable[[Any, Any], tuple[str, tuple]]] = {
 }
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _machine_weight(name: str, constants: tuple) -> Any:
     """s of the squared distance (of the logit for attention), compiled."""
     import numba
@@ -174,14 +174,14 @@ def _machine_weight(name: str, constants: tuple) -> Any:
     def coulomb(r2):
         return a / (r2 * math.sqrt(r2)) if r2 != 0 else zero
 
-    return numba.njit(locals()[name], inline="always")
+    return numba.njit(locals()[name], inline="always", error_model="numpy")
 
 
 def _weight(kernel: Kernel, real: Any) -> Any:
     return _machine_weight(*_KNOWN[type(kernel)](kernel, real))
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _build(
     weight: Any,
     attention: bool,
@@ -200,8 +200,10 @@ def _build(
     import numba
     from numba.cpython.unsafe.tuple import tuple_setitem
 
-    compiled = numba.njit(nogil=True, fastmath=_RATIONAL)
-    side, one, zero = real(length), real(1), real(0)
+    # A division by zero is infinite or NaN, which the driver sees, and no exception.
+    compiled = numba.njit(nogil=True, fastmath=_RATIONAL, error_model="numpy")
+    inlined = numba.njit(inline="always", error_model="numpy")
+    side, one, zero, infinite, missing = (real(value) for value in (length, 1, 0, math.inf, math.nan))
     fetch = _prefetch()
     put: Any
     new: Any
@@ -244,7 +246,7 @@ def _build(
                     break
             items[k] = point
 
-    @numba.njit(inline="always")
+    @inlined
     def pull(i, y, turned, force, mass, items, o):
         """sum_j m_j s_ij (y_j - y_i), for attention sum_j m_j s_ij y_j."""
         for a in range(dim):
@@ -269,7 +271,7 @@ def _build(
                 force = put(force, a, force[a] + s * (y[j * dim + a] if attention else turned[i * dim + a]))
         return force
 
-    @numba.njit(inline="always")
+    @inlined
     def move(x, mass, xi, w, items, o, y, turned, force, scale, shock):
         """The batch of the items in places `o` and following, in place."""
         for i in range(size):
@@ -293,14 +295,15 @@ def _build(
                 for a in range(dim):
                     force = put(force, a, force[a] + y[i * dim + a] * (one - along))
                     norm += force[a] * force[a]
-                norm = one / math.sqrt(norm)
+                # One that overflowed must not pass for a point.
+                norm = one / math.sqrt(norm) if norm < infinite else missing
                 for a in range(dim):
                     x[items[o + i], a] = force[a] * norm
             else:
                 for a in range(dim):
                     moved = y[i * dim + a] + force[a]
                     if length:
-                        moved -= side * math.floor(moved / side)
+                        moved -= side * np.floor(moved / side)
                         if moved < 0:
                             moved += side
                         if moved >= side:

@@ -79,21 +79,22 @@ def simulate(
         method: "euler" (default), "rk4", "pair-flow", or "baoab" (default in second order).
         save_every: steps between saved states; None saves the first and the last.
         replacement: RBM-r: N/p batches picked one after the other, with replacement, are one step. Its Brownian paths
-            are its own, since particles move at different moments. Picks cannot run at once: about 0.3 ms each.
+            are its own, since particles move at different moments. Picks cannot run at once: 0.3 to 0.7 ms each.
         normalise: put the points on the sphere first instead of refusing those off it.
         compiled: machine code for small batches (needs numba); None where it pays, True or an error.
         progress: True for a bar, or a function of (steps done, steps).
 
     Raises:
         ValueError: for bad input. A state that becomes infinite or NaN is not an error: the run stops with a warning
-            that names the step, and what was computed is returned, up to a state of the last 1/64 of the steps.
+            that names the step, and what was computed is returned, up to a state of the last 1/64 of the steps, or
+            of the last half of those taken.
     """
     z = _state(system, x0, normalise)
     steps = _check(system, z, horizon, tau, batch_size, save_every, seed)
     batch_size = None if batch_size is None else int(batch_size)
     pays = z.shape[0] * z.shape[1] * steps >= WORTH
     run = Simulation(
-        system, z, batch_size=batch_size, seed=seed, method=method, replacement=replacement,
+        system, z, batch_size=batch_size, seed=int(seed), method=method, replacement=replacement,
         compiled=pays and None if compiled is None else compiled,
     )  # fmt: skip
     saved, times, stopped = [z], [0.0], None
@@ -111,7 +112,7 @@ def simulate(
                 saved.append(run.state if run.differentiable else run.state.clone())
                 times.append(now)
                 spare = None
-            elif (k + 1) % max(1, steps // 64) == 0:
+            elif (k + 1) % max(1, steps // 64) == 0 or (k + 1) & k == 0:
                 spare = now, run.state if run.differentiable else run.state.clone()
             show(k + 1, steps)
     if stopped and spare is not None:
@@ -250,7 +251,9 @@ def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) 
     if system.second_order != isinstance(x0, (tuple, list)):
         wanted = "(positions, velocities)" if system.second_order else "positions alone"
         raise ValueError(f"this system is of order {1 + system.second_order}: x0 must be {wanted}")
-    x, v = (x0, None) if isinstance(x0, Tensor) else x0
+    if system.second_order and len(x0) != 2:
+        raise ValueError(f"x0 must be (positions, velocities), got {len(x0)} things")
+    x, v = x0 if system.second_order else (x0, None)
     if not isinstance(x, Tensor) or x.dim() not in (2, 3) or not x.is_floating_point():
         came = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"positions must be floats of shape (N, D) or (R, N, D), got {came}")
@@ -290,7 +293,7 @@ def _check(
             f"`batch_size` must be an int of at least 2 or None for all pairs, got {batch_size}: alone in its batch, a "
             "particle has no force"
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise ValueError(f"`seed` must be an int, got {seed!r}")
     if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1):
         raise ValueError(f"`save_every` must be an int of at least 1, got {save_every}")

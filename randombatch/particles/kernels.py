@@ -78,6 +78,14 @@ def _short(value: Any) -> str:
     return f"<{'x'.join(map(str, value.shape))}>" if isinstance(value, Tensor) else repr(value)
 
 
+def check_result(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, given: str) -> Tensor:
+    """Refuse what a user's function returned if it is no tensor of this shape and type."""
+    if not isinstance(value, Tensor) or value.shape != shape or value.dtype != dtype:
+        came = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name} must return a {dtype} tensor of shape {tuple(shape)} for {given}, got {came}")
+    return value
+
+
 def _without_own(k: Tensor, own: int | None) -> Tensor:
     if own is None:
         return k
@@ -105,13 +113,8 @@ class Function(Kernel):
         dim = x.shape[-1] // 2 if self.uses_velocity else x.shape[-1]
         expected = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2], dim)
         k = self.function(x[..., :, None, :], self._images(x[..., :, None, :], y[..., None, :, :], space))
-        if not isinstance(k, Tensor) or k.shape != expected:
-            came = f"shape {tuple(k.shape)}" if isinstance(k, Tensor) else type(k).__name__
-            raise ValueError(
-                f"the kernel function must return a tensor of shape {expected} (pairs x dimension) for x of shape "
-                f"{(*x.shape[:-1], 1, x.shape[-1])}, got {came}"
-            )
-        return k
+        given = f"x of shape {(*x.shape[:-1], 1, x.shape[-1])}"
+        return check_result("the kernel function", k, expected, x.dtype, given)
 
     def _images(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
         if not isinstance(space, Box):
@@ -139,6 +142,8 @@ class Attention(Kernel):
         for name, matrix in (("w", w), ("v", v)):
             if isinstance(matrix, Tensor) and (matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]):
                 raise ValueError(f"`{name}` must be a square matrix, got shape {tuple(matrix.shape)}")
+            if matrix is not None and not bool(torch.as_tensor(matrix).detach().isfinite().all()):
+                raise ValueError(f"`{name}` must be finite")
         self.w, self.v = w, v
 
     def check(self, dim: int) -> None:
@@ -161,9 +166,11 @@ class Attention(Kernel):
 
     def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
         e = self.logits(x, y).exp()
-        # On the sphere P_x x vanishes by itself.
-        if own is not None and (self.v is not None or not isinstance(space, Sphere)):
+        # On the sphere P_x x vanishes, but not its rounding, which exp(x' W x) may make large.
+        if own is not None and e.requires_grad:
             e = _without_own(e[..., None], own)[..., 0]
+        elif own is not None:
+            e.diagonal(own, -2, -1).zero_()
         values = self._values(y)
         pull = e @ (values if mass is None else values * mass[..., None])
         return pull - (pull * x).sum(-1, keepdim=True) * x
@@ -176,10 +183,15 @@ class Attention(Kernel):
         return (xw * x).sum(-1, keepdim=True).exp() * (value - (value * x).sum(-1, keepdim=True) * x)
 
     def stiffness(self, mass: float) -> tuple[str, float] | None:
-        norm = float(torch.linalg.matrix_norm(self.w.detach(), 2)) if isinstance(self.w, Tensor) else abs(self.w)
-        value = 1.0 if self.v is None else float(torch.linalg.matrix_norm(self.v.detach(), 2))
+        norm = _norm(self.w) if isinstance(self.w, Tensor) else abs(self.w)
+        value = 1.0 if self.v is None else _norm(self.v)
         name = "w exp(|W|)" if self.v is None else "w |V| exp(|W|)"
         return name, mass * value * math.exp(min(norm, 700.0))
+
+
+def _norm(matrix: Tensor) -> float:
+    matrix = matrix.detach().double()
+    return float(torch.linalg.matrix_norm(matrix, 2)) if bool(matrix.isfinite().all()) else math.inf
 
 
 class Radial(Kernel):
@@ -289,6 +301,11 @@ class BoundedConfidence(Radial):
         return self.strength * (r2 < self.radius**2).to(r2.dtype)
 
 
+def _check_length(length: float) -> None:
+    if not length > 0:
+        raise ValueError(f"`length` must be positive, got {length}")
+
+
 class Gaussian(Radial):
     """K(x, y) = strength exp(-|y - x|^2 / (2 length^2)) (y - x).
 
@@ -298,6 +315,7 @@ class Gaussian(Radial):
     """
 
     def __init__(self, length: float = 1.0, strength: float = 1.0) -> None:
+        _check_length(length)
         self.length, self.strength = length, strength
 
     def weight(self, r2: Tensor) -> Tensor:
@@ -318,6 +336,7 @@ class Morse(Radial):
     valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
 
     def __init__(self, depth: float = 1.0, rest: float = 1.0, length: float = 1.0) -> None:
+        _check_length(length)
         self.depth, self.rest, self.length = depth, rest, length
 
     def weight(self, r2: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ import math
 import torch
 from torch import Tensor
 
+# How far off the sphere points may be that someone normalised.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+
 
 class Space:
     """R^d, and what other spaces change about it."""
@@ -63,13 +66,15 @@ class Sphere(Space):
         return v - (v * x).sum(-1, keepdim=True) * x
 
     def retract(self, x: Tensor) -> Tensor:
-        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        # One that overflowed would give zero, which must not pass for a point.
+        return x / norm.masked_fill(norm == math.inf, math.nan)
 
     def check(self, x: Tensor) -> None:
         off = (torch.linalg.vector_norm(x.detach(), dim=-1) - 1).abs()
         worst = float(off.max()) if off.numel() else 0.0
-        if not worst <= (1e-6 if x.dtype == torch.float64 else 1e-3):
+        if not worst <= TOLERANCE.get(x.dtype, 1e-2):
             raise ValueError(
-                f"points must lie on the unit sphere, the worst is off by {worst:.3g}: normalise them, or pass "
-                "normalise=True"
+                f"points must lie on the unit sphere, the worst is off by {worst:.3g}: divide them by their norms "
+                "(`simulate` does it with normalise=True)"
             )

@@ -70,6 +70,7 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
             progress=lambda done, total: tick(),
         )  # fmt: skip
     result = {"settings": dataclasses.asdict(settings), "machine": machine(settings.threads), **result}
+    result["warnings"] = _too_stiff(system, max(settings.taus))
     result["ratios"] = {"g_measured_over_predicted": result["g"]["measured"] / result["g"]["predicted"]}
     if settings.softmax:
         tick_floor = progress("softmax inside the batch", 27)
@@ -78,6 +79,16 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
             FLOOR_PARTICLES, w=w, seed=settings.seed, progress=lambda done, total: tick_floor()
         )
     return result
+
+
+def _too_stiff(system: System, tau: float) -> list[str]:
+    """What to say of steps that do not resolve the force."""
+    assert system.masses is not None
+    known = system.kernel.stiffness(float(system.masses.max()))
+    if known is None or tau * known[1] < 2:
+        return []
+    name, rate = known
+    return [f"tau {name} is up to {tau * rate:.3g} and should stay below about 1: take smaller --taus or --scale"]
 
 
 def draw(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from randombatch.particles.kernels import Attention, Kernel, LogGas, Wealth
+from randombatch.particles.kernels import Attention, Kernel, LogGas, Wealth, check_result
 from randombatch.particles.spaces import Euclidean, Space
 
 # Numbers of a tile of pairs in the all-pairs sum: a few MB, whatever N is.
@@ -28,7 +28,7 @@ class System:
         kernel: K.
         drift: b, a function of positions `(..., P, D)`.
         masses: `(N,)` m_j (charges, weights); None for ones.
-        noise: sigma, a number, or a function of positions for noise that depends on the state (Ito).
+        noise: sigma, a number (also in a tensor), or a function of positions for noise that depends on the state (Ito).
         space: where positions live.
         friction: gamma; None for first order, 0 for Newton's law.
     """
@@ -36,18 +36,23 @@ class System:
     kernel: Kernel
     drift: Callable[[Tensor], Tensor] | None = None
     masses: Tensor | None = None
-    noise: float | Callable[[Tensor], Tensor] = 0.0
+    noise: float | Tensor | Callable[[Tensor], Tensor] = 0.0
     space: Space = dataclasses.field(default_factory=Euclidean)
     friction: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kernel, Kernel):
+            raise TypeError(
+                f"`kernel` must be a Kernel, got {type(self.kernel).__name__}: wrap a function as Function(f)"
+            )
         if self.friction is not None and not (
             isinstance(self.friction, (int, float)) and 0 <= self.friction < math.inf
         ):
             raise ValueError(f"`friction` must be a number of at least 0 or None, got {self.friction}")
         if self.kernel.uses_velocity and self.friction is None:
             raise ValueError(f"{type(self.kernel).__name__} acts on velocities: give the system a friction (0 is none)")
-        if not callable(self.noise) and not (math.isfinite(self.noise) and self.noise >= 0):
+        sigma = self.noise.detach() if isinstance(self.noise, Tensor) else self.noise
+        if not callable(sigma) and not (math.isfinite(sigma) and sigma >= 0):
             raise ValueError(f"`noise` must be a number of at least 0 or a function, got {self.noise}")
         if self.friction is not None and type(self.space).__name__ == "Sphere":
             raise ValueError("second-order systems live on R^d or in a box, not on the sphere")
@@ -58,7 +63,7 @@ class System:
 
     @property
     def noisy(self) -> bool:
-        return callable(self.noise) or self.noise > 0
+        return callable(self.noise) or bool(self.noise > 0)
 
     def force(self, z: Tensor, mass: Tensor | None, num_particles: int) -> Tensor:
         """b(X_i) + 1/(P-1) sum over the others of the batch, tangential, `(..., P, D)`. P = N is the exact one.
@@ -101,8 +106,7 @@ class System:
 
     def needs_grad(self) -> bool:
         """Whether gradients with respect to a parameter are wanted."""
-        tensors = [*self.kernel.tensors(), *([] if self.masses is None else [self.masses])]
-        return any(t.requires_grad for t in tensors)
+        return any(isinstance(t, Tensor) and t.requires_grad for t in (*self.kernel.tensors(), self.masses, self.noise))
 
     def hides_grad(self, z: Tensor) -> bool:
         """Whether drift, noise or kernel use parameters that need gradients: a few particles of `(R, N, ...)` tell.
@@ -115,9 +119,8 @@ class System:
         sigma = self.diffusion(x)
         drift = x if self.drift is None else self.drift(x)
         for name, value in (("drift", drift), ("noise", sigma)):
-            if callable(getattr(self, name)) and (not isinstance(value, Tensor) or value.shape != x.shape):
-                came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"`{name}` must return a tensor of its argument's shape {tuple(x.shape)}, got {came}")
+            if callable(getattr(self, name)):
+                check_result(f"`{name}`", value, x.shape, x.dtype, "its argument")
         force = self.force(few, mass, z.shape[-2])
         return force.requires_grad or (isinstance(sigma, Tensor) and sigma.requires_grad)
 
@@ -127,6 +130,8 @@ def dyson(num_particles: int) -> System:
 
     dX_i = -X_i dt + 1/(N-1) sum 1/(X_i - X_j) dt + dW_i / sqrt(N-1).
     """
+    if num_particles < 2:
+        raise ValueError(f"`num_particles` must be at least 2, got {num_particles}")
     return System(kernel=LogGas(), drift=torch.neg, noise=1 / math.sqrt(num_particles - 1))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from randombatch.division import orders
 from randombatch.particles.batches import inverse_size, layout
 from randombatch.particles.driver import _state
-from randombatch.particles.kernels import BoundedConfidence, Coulomb, LogGas
+from randombatch.particles.kernels import BoundedConfidence, Coulomb, LogGas, Morse
 from randombatch.particles.spaces import Box
 from randombatch.particles.steppers import rk4
 from randombatch.particles.system import TILE, System
@@ -62,6 +62,8 @@ class ErrorPrediction:
 
     def error(self, tau: float, batch_size: int) -> Tensor:
         """J(t) = 1/(2N) sum_i E|X~_i - X_i|^2 for this step and batch size, to first order in tau."""
+        if not tau > 0:
+            raise ValueError(f"`tau` must be positive, got {tau}")
         return tau * excess(self.num_particles, batch_size) * self.g
 
     def rms(self, tau: float, batch_size: int) -> Tensor:
@@ -160,6 +162,8 @@ def _check_smooth(system: System, z: Tensor) -> None:
         if dim == 1:
             raise ValueError("singular forces on a line are not covered: batches make particles meet and pass")
         warnings.warn("K is singular: where particles come close, the prediction is too large", stacklevel=3)
+    if isinstance(system.kernel, Morse) and dim == 1:
+        raise ValueError("Morse on a line is not covered: the force jumps where two particles pass each other")
     if isinstance(system.space, Box) and not system.kernel.uses_velocity:
         r = torch.linspace(0, 1, 65, dtype=z.dtype, device=z.device)[1:] * (system.space.length / 2)
         y = torch.zeros(len(r), dim, dtype=z.dtype, device=z.device)

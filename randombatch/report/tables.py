@@ -117,12 +117,13 @@ def print_convergence(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     g, fit = result["g"], result["fit"]
     lines = [
-        "g measured {measured:.4f} ± {stderr:.4f}, predicted {predicted:.4f} ({z:+.2f} standard errors)".format(**g),
+        "g measured {measured:.4f} ± {stderr:.4f}, predicted {predicted:.4f} ({z:+.3g} standard errors)".format(**g),
         "fit J / (τ c) = g + τ (a + b u): a = {a:.2f}, b = {b:.2f}, chi2 {chi2:.1f} on {dof}".format(**fit),
     ]
     for name, what in (("slope_tau", "τ"), ("slope_c", "c")):
         lines.append("slope in {} {value:.3f} [{low:.3f}, {high:.3f}]".format(what, **result[name]))
     lines.append(f"bound: J <= {result['bound']:.3f} (τ/(p-1) + τ²) in all of these")
+    lines += [f"WARNING: {text}" for text in result["warnings"]]
     console.print("\n".join(lines), highlight=False, markup=False)
     if "softmax" in result:
         title = f"softmax inside the batch, |W| = {s['scale']:g}: not covered by the theorem"

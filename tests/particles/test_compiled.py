@@ -152,3 +152,67 @@ def test_without_numba_tensors_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Simulation(system, x[None], batch_size=2, compiled=None).code is None
     with pytest.raises(ValueError, match="needs numba"):
         simulate(system, x, 0.1, 0.1, batch_size=2, compiled=True)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("n", "p", "d"),
+    [(4095, 4, 4), (4096, 4, 5), (4097, 17, 1), (5000, 64, 2), (2047, 16, 8), (1025, 5, 3), (9, 7, 8), (20_001, 3, 6)],
+)
+@pytest.mark.parametrize("kind", ["attention", "radial in a box"])
+def test_sizes_and_dimensions(n: int, p: int, d: int, kind: str) -> None:
+    """Batches in registers and in arrays, permutations computed and sorted, chunks cut short."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    w = torch.randn(d, d, generator=generator, dtype=torch.float64) / d
+    space = Sphere() if kind == "attention" else Box(3.0)
+    kernel = Attention(w) if kind == "attention" else Gaussian(0.7, -1.0)
+    masses = 0.5 + torch.rand(n, generator=generator, dtype=torch.float64)
+    system = System(kernel=kernel, space=space, masses=masses, noise=0.3)
+    x = space.retract(x)
+    slow, fast = (
+        simulate(system, x, 0.05, 0.02, batch_size=p, seed=3, compiled=compiled).final for compiled in (False, True)
+    )
+    gap = (fast - slow).abs()
+    if isinstance(space, Box):
+        gap = torch.minimum(gap, space.length - gap)
+    assert gap.max() < 1e-12
+
+
+@needs_numba
+def test_nobody_stands_on_the_far_side_of_a_box() -> None:
+    """In float32 a step to -1e-8 is rounded to the length, which is 0."""
+    system = System(kernel=Consensus(0.0), space=Box(1.0), noise=1e-7)
+    final = simulate(system, torch.full((4000, 2), 1e-8), 0.1, 0.1, batch_size=2, compiled=True).final
+    assert float(final.min()) >= 0
+    assert float(final.max()) < 1
+    assert (final > 0.5).any()
+
+
+@needs_numba
+def test_nobody_is_lost_by_a_step_of_any_length() -> None:
+    x = torch.tensor([[0.5, 0.5], [0.5, 0.5 + 1e-12], [0.1, 0.1], [0.9, 0.2], [0.3, 0.6]], dtype=torch.float64)
+    final = simulate(System(kernel=Coulomb(), space=Box(1.0)), x, 0.1, 0.1, batch_size=2, seed=1, compiled=True).final
+    assert float(final.max()) < 1
+
+
+@needs_numba
+@pytest.mark.parametrize("compiled", [False, True])
+def test_overflow_stops_the_run(compiled: bool) -> None:
+    """Distances whose cube is zero, and points so far from the sphere that their norm is infinite."""
+    close = torch.tensor([[0.0, 0.0], [1e-16, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 1.0]])
+    near = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + torch.tensor([1.0, 0.0, 0.0])
+    cases = (System(kernel=Coulomb()), close), (System(kernel=Attention(85.0), space=Sphere()), Sphere().retract(near))
+    for system, x in cases:
+        with pytest.warns(RuntimeWarning, match="in step 1 of 1"):
+            assert simulate(system, x, 0.1, 0.1, batch_size=2, seed=1, compiled=compiled).stopped
+
+
+@needs_numba
+def test_noise_that_needs_a_gradient_is_no_machine_code() -> None:
+    noise = torch.tensor(0.5, requires_grad=True)
+    system, x = System(kernel=Consensus(), noise=noise), points(Euclidean(), 50, torch.float64)
+    assert "gradients" in str(obstacle(system, x[None], "euler", 2, False))
+    simulate(system, x, 0.1, 0.05, batch_size=2).final.sum().backward()
+    assert noise.grad is not None
+    assert noise.grad != 0

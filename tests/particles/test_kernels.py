@@ -286,11 +286,11 @@ def test_bad_kernels() -> None:
         BoundedConfidence(0)
     x = torch.randn(4, DIM)
     for function, came in (
-        (lambda x, y: (y - x).sum(-1), r"got shape \(4, 4\)"),
-        (lambda x, y: y, r"got shape \(1, 4, 3\)"),
+        (lambda x, y: (y - x).sum(-1), r"got torch.float32 of shape \(4, 4\)"),
+        (lambda x, y: y, r"got torch.float32 of shape \(1, 4, 3\)"),
         (lambda x, y: 1.0, "got float"),
     ):
-        with pytest.raises(ValueError, match=rf"must return a tensor of shape \(4, 4, 3\).*{came}"):
+        with pytest.raises(ValueError, match=rf"must return a torch.float32 tensor of shape \(4, 4, 3\).*{came}"):
             System(kernel=Function(function)).force(x, None, 4)
     with pytest.raises(ValueError, match=r"of shape \(4, 4, 3\)"):
         System(kernel=Function(lambda x, y: y - x, uses_velocity=True), friction=0.0).force(torch.randn(4, 6), None, 4)

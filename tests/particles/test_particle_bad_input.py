@@ -1,6 +1,7 @@
 """What is refused, with words that help; and a run that blows up returns what it had."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from randombatch.particles import (
     Morse,
     Sphere,
     System,
+    dyson,
+    predict_error,
     simulate,
 )
 
@@ -93,7 +96,9 @@ def test_velocities() -> None:
 
 def test_points_off_the_sphere() -> None:
     x0 = 3 * Sphere().retract(points())
-    with pytest.raises(ValueError, match="the worst is off by 2: normalise them, or pass normalise=True"):
+    with pytest.raises(
+        ValueError, match="the worst is off by 2: divide them by their norms .`simulate` does it with normalise=True"
+    ):
         simulate(SPHERE, x0, 1.0, 0.1)
     run = simulate(SPHERE, x0, 1.0, 0.1, normalise=True)
     torch.testing.assert_close(run.x[0], x0 / 3)
@@ -139,7 +144,10 @@ def test_systems() -> None:
 
 
 def test_kernel_functions() -> None:
-    with pytest.raises(ValueError, match=r"must return a tensor of shape \(.*3\) \(pairs x dimension\).*got shape"):
+    with pytest.raises(
+        ValueError,
+        match=r"must return a torch.float32 tensor of shape \(.*3\) for x of shape.*got torch.float32 of shape",
+    ):
         simulate(System(kernel=Function(lambda x, y: (y - x).norm(dim=-1))), points(), 1.0, 0.1, batch_size=2)
     with pytest.raises(ValueError, match="got NoneType"):
         simulate(System(kernel=Function(lambda x, y: None)), points(), 1.0, 0.1)
@@ -194,9 +202,11 @@ def test_the_strength_of_a_kernel_is_named() -> None:
 
 def test_functions_and_matrices_of_another_shape() -> None:
     x = points(5, 2)
-    with pytest.raises(ValueError, match=r"`drift` must return a tensor of its argument's shape \(1, 3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"`drift` must return a torch.float32 tensor of shape \(1, 3, 2\) for its argument"
+    ):
         simulate(System(kernel=Consensus(), drift=lambda x: -x.norm(dim=-1)), x, 1.0, 0.5)
-    with pytest.raises(ValueError, match="`noise` must return a tensor of its argument's shape"):
+    with pytest.raises(ValueError, match="`noise` must return a torch.float32 tensor of shape"):
         simulate(System(kernel=Consensus(), noise=lambda x: x.norm(dim=-1)), x, 1.0, 0.5)
     with pytest.raises(ValueError, match="`w` of the attention is for 4 dimensions, particles have 2"):
         simulate(System(kernel=Attention(torch.eye(4)), space=Sphere()), Sphere().retract(x), 1.0, 0.5)
@@ -217,3 +227,57 @@ def test_consensus_far_from_the_origin_keeps_its_digits() -> None:
     exact = simulate(System(kernel=Consensus()), x, 1.0, 0.01).final
     found = simulate(System(kernel=Consensus()), x.float(), 1.0, 0.01).final
     assert (found - exact).abs().max() < 100 * 0.0005  # each of 100 steps rounds to half of 2^-10
+
+
+def test_functions_of_another_type() -> None:
+    """A float64 result would be refused deep inside for batches, and change the type of the run for all pairs."""
+    x = torch.randn(6, 2)
+    for options in ({"drift": torch.Tensor.double}, {"noise": torch.Tensor.double}):
+        for p in (2, None):
+            with pytest.raises(ValueError, match=r"must return a torch.float32 tensor .*got torch.float64"):
+                simulate(System(kernel=Consensus(), **options), x, 0.2, 0.1, batch_size=p)
+    with pytest.raises(ValueError, match=r"the kernel function must return a torch.float32 tensor .*got torch.float64"):
+        simulate(System(kernel=Function(lambda a, b: (b - a).double())), x, 0.2, 0.1, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: System(kernel=lambda a, b: b - a), r"wrap a function as Function\(f\)"),
+        (lambda: Gaussian(0.0), "`length` must be positive, got 0.0"),
+        (lambda: Morse(length=-1.0), "`length` must be positive, got -1.0"),
+        (lambda: Attention(torch.eye(2) * math.nan), "`w` must be finite"),
+        (lambda: Attention(math.inf), "`w` must be finite"),
+        (lambda: dyson(1), "at least 2, got 1"),
+        (lambda: simulate(System(kernel=Consensus()), np.zeros((5, 2)), 1.0, 0.1), r"shape \(N, D\).*got ndarray"),
+        (lambda: simulate(System(kernel=Consensus(), friction=1.0), (1, 2, 3), 1.0, 0.1), "got 3 things"),
+        (lambda: predict_error(System(kernel=Morse()), torch.randn(12, 1), 1.0), "Morse on a line is not covered"),
+        (
+            lambda: predict_error(System(kernel=Consensus()), torch.randn(12, 2), 1.0).error(-0.1, 2),
+            "`tau` must be pos",
+        ),
+    ],
+)
+def test_what_cannot_be_meant(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_points_almost_on_the_sphere() -> None:
+    """What float32 does to a unit vector is let through, a thousandth is not."""
+    x = Sphere().retract(torch.randn(50, 3, generator=torch.Generator().manual_seed(0)))
+    system = System(kernel=Attention(1.0), space=Sphere())
+    simulate(system, x, 0.1, 0.1, batch_size=2)
+    with pytest.raises(ValueError, match=r"off by 0\.0009"):
+        simulate(system, 1.0009 * x, 0.1, 0.1, batch_size=2)
+
+
+def test_what_was_computed_before_an_early_end() -> None:
+    """Doubling from 1 overflows after some 128 steps of 100,000: a state of the second half of them is there."""
+    x = torch.tensor([[1.0], [-1.0]])
+    with pytest.warns(RuntimeWarning, match="of 100000"):
+        result = simulate(System(kernel=Consensus(-1.0), drift=torch.clone), x, 1e5, 1.0, batch_size=None)
+    assert result.stopped
+    assert len(result.t) == 2
+    assert result.t[1] >= 16
+    assert result.x[1].isfinite().all()

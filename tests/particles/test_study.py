@@ -89,3 +89,11 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, tmp_path: Pat
     assert result.exit_code == 2
     assert message in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_steps_too_large_for_the_force_are_pointed_out(tmp_path: Path) -> None:
+    arguments = ["converge", *SMALL, "--no-pictures", "--out", str(tmp_path)]
+    assert "WARNING" not in CliRunner().invoke(app, arguments).output
+    result = CliRunner().invoke(app, [*arguments, "--scale", "4"])
+    assert result.exit_code == 0, result.output
+    assert "should stay below about 1: take smaller --taus or --scale" in " ".join(result.output.split())
