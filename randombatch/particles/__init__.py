@@ -5,6 +5,7 @@
 | file | what it says |
 |---|---|
 | kernels.py | K, each with its dense form and valid range |
+| singular.py | kernels that grow without bound as particles meet, with their exact pair flows |
 | pair_motion.py | two particles alone: what exact pair flows are made of |
 | spaces.py | R^d, periodic box, unit sphere |
 | system.py | drift, kernel, masses, noise, friction together, and the force in a batch |
@@ -24,16 +25,15 @@ from randombatch.particles.kernels import (
     Attention,
     BoundedConfidence,
     Consensus,
-    Coulomb,
     CuckerSmale,
     Function,
     Gaussian,
     Kernel,
-    LogGas,
     Morse,
     Wealth,
 )
 from randombatch.particles.rates import convergence, measure_error, softmax_floor
+from randombatch.particles.singular import Coulomb, LogGas
 from randombatch.particles.softmax import SoftmaxAttention
 from randombatch.particles.spaces import Box, Euclidean, Sphere
 from randombatch.particles.system import System, dyson, wealth

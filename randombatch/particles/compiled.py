@@ -20,13 +20,12 @@ from randombatch.particles.kernels import (
     Attention,
     BoundedConfidence,
     Consensus,
-    Coulomb,
     Gaussian,
     Kernel,
-    LogGas,
     Morse,
     Wealth,
 )
+from randombatch.particles.singular import Coulomb, LogGas
 from randombatch.particles.spaces import Box, Euclidean, Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import DOUBLE_ROUNDS, SORTED_BELOW, Permutation, sorted_order

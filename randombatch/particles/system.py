@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from randombatch.particles.kernels import Attention, Kernel, LogGas, Wealth, check_result
+from randombatch.particles.kernels import Attention, Kernel, Wealth, check_result
+from randombatch.particles.singular import LogGas
 from randombatch.particles.spaces import Euclidean, Space
 
 # Numbers of a tile of pairs in the all-pairs sum: a few MB, whatever N is.

@@ -26,7 +26,8 @@ from torch import Tensor
 from randombatch.division import orders
 from randombatch.particles.batches import inverse_size, layout
 from randombatch.particles.driver import _state
-from randombatch.particles.kernels import BoundedConfidence, Coulomb, LogGas, Morse
+from randombatch.particles.kernels import BoundedConfidence, Morse
+from randombatch.particles.singular import Coulomb, LogGas
 from randombatch.particles.spaces import Box
 from randombatch.particles.steppers import rk4
 from randombatch.particles.system import TILE, System

@@ -12,15 +12,14 @@ from randombatch.particles.kernels import (
     Attention,
     BoundedConfidence,
     Consensus,
-    Coulomb,
     CuckerSmale,
     Function,
     Gaussian,
     Kernel,
-    LogGas,
     Morse,
     Wealth,
 )
+from randombatch.particles.singular import Coulomb, LogGas
 from randombatch.particles.spaces import Box, Euclidean, Space, Sphere
 from randombatch.particles.system import System
 
