@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
 from randombatch.bench.commands import bench
+from randombatch.data import names, ogb
 from randombatch.data.store import commands as store_commands
 from randombatch.data.store import is_store
 from randombatch.report.tables import print_comparison, print_convergence, print_training
@@ -96,6 +97,8 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
         changes["data.dataset"] = str(Path(dataset).absolute()) if _is_path(dataset) else dataset
         if recipe is None and is_store(dataset):
             changes = {"train.minibatch": "sampled", "train.seeds": 1000} | changes
+    if root := changes.get("data.root"):
+        changes["data.root"] = str(Path(root).expanduser().absolute())
     if isinstance(fanouts := changes.get("train.fanouts"), str):
         changes["train.fanouts"] = list(integers(fanouts))
     other = changes.get("model.name", config.model.name)
@@ -113,7 +116,9 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
 
 
 def _is_path(dataset: str) -> bool:
-    return Path(dataset).is_file() or is_store(dataset)
+    path = Path(dataset).expanduser()
+    folder = path.is_dir() and dataset not in names() and ogb.is_ogb(path)
+    return path.is_file() or is_store(dataset) or folder
 
 
 def _name(recipe: str | None, config: Config) -> str:

@@ -17,12 +17,18 @@ def print_training(console: Console, result: dict[str, Any]) -> None:
         whole = [str(row[name]) for name in ("run", "seed", "split", "best_epoch")]
         table.add_row(*whole, *scores, f"{row['seconds_per_epoch']:.3f}")
     console.print(table)
-    mean, deviation = 100 * result["score_mean"], 100 * result["score_std"]
+    score = _score(result, len(result["rows"]))
     console.print(
-        f"test {result['metric']} {mean:.2f} ± {deviation:.2f} %, {result['seconds_per_epoch']:.3f} s per epoch, "
+        f"test {result['metric']} {score} %, {result['seconds_per_epoch']:.3f} s per epoch, "
         f"peak memory {result['peak_bytes'] / 1e9:.2f} GB, {result['num_parameters']:,} parameters",
         highlight=False,
     )
+
+
+def _score(row: dict[str, Any], runs: int) -> str:
+    """Mean and deviation; one run has none."""
+    mean = f"{100 * row['score_mean']:.2f}"
+    return mean if runs == 1 else f"{mean} ± {100 * row['score_std']:.2f}"
 
 
 def print_comparison(console: Console, result: dict[str, Any]) -> None:
@@ -34,7 +40,7 @@ def print_comparison(console: Console, result: dict[str, Any]) -> None:
     for row in result["rows"]:
         table.add_row(
             row["attention"],
-            f"{100 * row['score_mean']:.2f} ± {100 * row['score_std']:.2f}",
+            _score(row, runs),
             _difference(row.get("minus_none")),
             _difference(row.get("minus_origin")),
             f"{row['seconds_per_epoch']:.3f}",

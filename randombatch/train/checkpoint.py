@@ -1,8 +1,8 @@
 """Checkpoints: tensors as safetensors, everything else as JSON; whole or absent, never in between.
 
 A checkpoint is two files, `NAME.safetensors` and `NAME.json`. Each is written under another name, flushed to the disk
-and renamed; the JSON comes last and holds the SHA-256 of the tensors, so that it vouches for them. The previous
-checkpoint stays until the next one is complete. Nothing is ever unpickled.
+and renamed; the JSON comes last and holds the SHA-256 of the tensors and of its own state, so that it vouches for both.
+The previous checkpoint stays until the next one is complete. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -71,7 +71,14 @@ class Checkpoints:
         number = max(self._numbers(), default=0) + 1
         path = self.folder / f"{number:09d}.safetensors"
         sha256 = save_tensors(path, tensors)
-        write_json(path.with_suffix(".json"), {"format": FORMAT, "number": number, "sha256": sha256, "state": state})
+        description = {
+            "format": FORMAT,
+            "number": number,
+            "sha256": sha256,
+            "state_sha256": _hash(state),
+            "state": state,
+        }
+        write_json(path.with_suffix(".json"), description)
         for old in self._numbers()[KEEP:]:
             for suffix in (".json", ".safetensors"):
                 (self.folder / f"{old:09d}{suffix}").unlink(missing_ok=True)
@@ -81,14 +88,18 @@ class Checkpoints:
 
         `warn` hears of those that are not whole, and of those that `use` refuses by a `CheckpointError`.
         """
-        for number in self._numbers():
+        numbers = self._numbers()
+        for number in numbers:
             path = self.folder / f"{number:09d}.json"
             try:
                 description = _read_description(path)
                 tensors = load_tensors(path.with_suffix(".safetensors"), description["sha256"])
                 return use(tensors, description["state"])
             except CheckpointError as error:
-                warn(f"checkpoint {number} refused: {error}; going back to the one before")
+                then = (
+                    "no earlier one is left: starting over" if number == numbers[-1] else "going back to the one before"
+                )
+                warn(f"checkpoint {number} refused: {error}; {then}")
         return None
 
     def _numbers(self) -> list[int]:
@@ -106,4 +117,11 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint of this program (no format {FORMAT!r})")
     if not isinstance(description.get("sha256"), str) or not isinstance(description.get("state"), dict):
         raise CheckpointError(f"{path} lacks its hash or state")
+    if description.get("state_sha256") != _hash(description["state"]):
+        raise CheckpointError(f"{path} is not what was written (wrong hash): changed")
     return description
+
+
+def _hash(state: dict[str, Any]) -> str:
+    """Of the state as JSON gives it back."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()

@@ -162,6 +162,10 @@ def paired(ours: list[float], theirs: list[float], comparisons: int = 1) -> dict
     return {"mean": mean, "stderr": stderr, "low": mean - half, "high": mean + half}
 
 
+# A difference that nobody would miss.
+SMALL = 0.01
+
+
 def _verdict(rows: list[dict[str, Any]], splits: list[int]) -> tuple[str, bool | None]:
     """Whether any attention beat the control by more than chance explains."""
     compared = [row for row in rows if f"minus_{CONTROL}" in row]
@@ -169,13 +173,21 @@ def _verdict(rows: list[dict[str, Any]], splits: list[int]) -> tuple[str, bool |
         return "attention: not tested (no control without attention beside it)", None
     if compared[0][f"minus_{CONTROL}"]["stderr"] is None:
         return "attention: not tested (one run has no standard error; use more runs)", None
-    better = [row["attention"] for row in compared if row[f"minus_{CONTROL}"]["low"] > 0]
-    worse = [row["attention"] for row in compared if row[f"minus_{CONTROL}"]["high"] < 0]
+    gaps = {row["attention"]: (row[f"minus_{CONTROL}"]["low"], row[f"minus_{CONTROL}"]["high"]) for row in compared}
+    better = [name for name, (low, _) in gaps.items() if low > 0]
+    worse = [name for name, (_, high) in gaps.items() if high < 0]
+    matters: bool | None = None
     if better:
-        text = f"attention mattered: {', '.join(better)} beat the control"
+        text, matters = f"attention mattered: {', '.join(better)} beat the control", True
+    elif all(max(-low, high) < SMALL for low, high in gaps.values()):
+        text, matters = (
+            "attention did not matter here: no attention was a point away from the control without it",
+            False,
+        )
     else:
-        text = "attention did not matter here: no attention beat the control without it"
+        text = "attention: undecided, none beat the control without it but a difference is not excluded"
     text += f"; {', '.join(worse)} did worse than the control" if worse else ""
+    text += "; minus the control: " + ", ".join(f"{n} {100 * a:+.1f} to {100 * b:+.1f}" for n, (a, b) in gaps.items())
     runs, different = len(rows[0]["scores"]), len(set(splits))
     data = "seeds on one split" if different == 1 else f"runs on {different} splits"
-    return f"{text} (paired difference over {runs} {data}, 95 % for all comparisons together)", bool(better)
+    return f"{text} (paired difference over {runs} {data}, 95 % for all comparisons together)", matters

@@ -232,7 +232,8 @@ def load_config(recipe: str | Path) -> Config:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        hint = f": data is given by --dataset {path}" if path.suffix != ".toml" else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}{hint}") from None
     return from_tables(tables, where=f"{path}: ")
 
 

@@ -172,8 +172,8 @@ class Run:
         value = float(sums[0]) / total
         if not math.isfinite(value):
             raise TrainingError(
-                f"the loss became {value} in epoch {self.epoch + 1} of run {self.number + 1}: the last good checkpoint "
-                f"is kept; try a smaller train.lr (now {problem.config.train.lr})"
+                f"the loss became {value} in epoch {self.epoch + 1} of run {self.number + 1}: the last good "
+                f"checkpoint, if there is one, is kept; try a smaller train.lr (now {problem.config.train.lr})"
             )
         if loss is not None:
             (loss / total).backward()
@@ -213,7 +213,8 @@ class Run:
         if self.problem.team.any(not all(bool(t.isfinite().all()) for t in values)):
             raise TrainingError(
                 f"{what} became infinite or NaN in epoch {self.epoch + bool(self.step)} of run {self.number + 1}: "
-                f"the last good checkpoint is kept; try a smaller train.lr (now {self.problem.config.train.lr})"
+                "the last good checkpoint, if there is one, is kept; try a smaller train.lr (now "
+                f"{self.problem.config.train.lr})"
             )
 
     def finish_epoch(self) -> dict[str, Any] | None:

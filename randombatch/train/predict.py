@@ -11,7 +11,7 @@ import torch
 
 from randombatch.nn.draws import Draws
 from randombatch.permutation import fold_in
-from randombatch.train.checkpoint import CheckpointError, load_tensors, write_atomically
+from randombatch.train.checkpoint import load_tensors, write_atomically
 from randombatch.train.config import ConfigError, load_config
 from randombatch.train.job import check_device, load_rows, make_problem
 from randombatch.train.loop import Run
@@ -96,9 +96,7 @@ def trained_run(folder: Path, run: int | None, dataset: str | None, scratch: Pat
     try:
         one.model.load_state_dict(load_tensors(path))
     except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} does not fit this graph and model: {str(error).splitlines()[-1].strip()}"
-        ) from None
+        raise ConfigError(f"{path} does not fit this graph and model: {str(error).splitlines()[-1].strip()}") from None
     return one
 
 

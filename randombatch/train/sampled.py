@@ -207,7 +207,9 @@ class SampledRun(Run):
             return
         from randombatch.train.layerwise import stream_logits
 
-        assert isinstance(self.model, SGFormer)
+        if not isinstance(self.model, SGFormer):
+            name = self.problem.config.model.name
+            raise ConfigError(f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only")
         stream_logits(
             self.model, self.problem.rows, consume, scratch=self.problem.scratch, device=self.problem.device,
             advance=self.problem.advance,

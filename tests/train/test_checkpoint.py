@@ -211,9 +211,14 @@ def spoil_json_with_another_hash(path: Path) -> None:
     path.write_text(json.dumps({**description, "sha256": "0" * 64}))
 
 
+def spoil_json_with_another_state(path: Path) -> None:
+    path.write_text(path.read_text().replace('"epoch": 3', '"epoch": 5000'))
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
+        (spoil_json_with_another_state, "not what was written (wrong hash): changed"),
         (spoil_tensors_cut, "truncated or changed"),
         (spoil_tensors_empty, "truncated or changed"),
         (spoil_tensors_changed, "truncated or changed"),
@@ -248,7 +253,9 @@ def test_none_is_left_when_all_are_spoilt(three: Checkpoints) -> None:
         spoil_tensors_cut(three.folder / f"00000000{number}.json")
     found, warnings = latest(three)
     assert found is None
-    assert len(warnings) == 2
+    assert [text.rpartition("; ")[2] for text in warnings] == [
+        "going back to the one before", "no earlier one is left: starting over",
+    ]  # fmt: skip
 
 
 def test_whoever_uses_it_may_refuse_it_too(three: Checkpoints) -> None:

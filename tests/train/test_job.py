@@ -232,7 +232,8 @@ def test_numbers_that_are_not_finite_stop_and_keep_the_last_good_checkpoint(
     with monkeypatch.context() as patch:
         poisoned_loss(patch, 4, gradient_only)
         with pytest.raises(
-            TrainingError, match=rf"{what} became .* in epoch 4 of run 1: the last good checkpoint is kept"
+            TrainingError,
+            match=rf"{what} became .* in epoch 4 of run 1: the last good checkpoint, if there is one, is kept",
         ):
             train(config, tmp_path / "job")
     kept = json.loads((tmp_path / "job" / "checkpoints" / f"{newest(tmp_path / 'job'):09d}.json").read_text())

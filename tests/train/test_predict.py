@@ -142,11 +142,11 @@ def test_another_graph_with_fewer_classes(trained: Path, arrays: dict, tmp_path:
 def test_what_does_not_fit_is_refused(trained: Path, arrays: dict, tmp_path: Path) -> None:
     wider = np.concatenate([arrays["x"], arrays["x"]], 1)
     np.savez(tmp_path / "wider.npz", **{**arrays, "x": wider})
-    with pytest.raises(CheckpointError, match="does not fit this graph and model") as error:
+    with pytest.raises(ConfigError, match="does not fit this graph and model") as error:
         predict(trained, dataset=str(tmp_path / "wider.npz"))
     assert "\n" not in str(error.value)
     np.savez(tmp_path / "finer.npz", **{**arrays, "y": np.arange(60) % 4})
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(ConfigError, match="does not fit"):
         predict(trained, dataset=str(tmp_path / "finer.npz"))
     with pytest.raises(ValueError, match="there is no file"):
         predict(trained, dataset=str(tmp_path / "absent.npz"))
@@ -182,7 +182,7 @@ def test_unfinished_and_damaged_jobs_are_refused(
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         predict(tmp_path, run=0)
     save_tensors(path, {"something": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(ConfigError, match="does not fit"):
         predict(tmp_path, run=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = (tmp_path / "config.toml").read_text()

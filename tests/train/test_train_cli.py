@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from randombatch import cli
 from randombatch.cli import app, main
 from randombatch.models import global_attention
 from randombatch.train import progress
@@ -239,7 +240,10 @@ def test_diverging_training_is_a_failure_that_names_the_epoch(quick: Path, tmp_p
     found = run("train", quick, "--lr", "1e37", "--out", tmp_path / "job", "--quiet")
     assert found.exit_code == 1
     (line,) = found.stderr.splitlines()
-    assert "in epoch 1 of run 1: the last good checkpoint is kept; try a smaller train.lr (now 1e+37)" in line
+    assert (
+        "in epoch 1 of run 1: the last good checkpoint, if there is one, is kept; try a smaller train.lr (now 1e+37)"
+        in line
+    )
 
 
 def test_flags_reach_the_configuration(quick: Path, graph_file: Path, tmp_path: Path) -> None:
@@ -365,3 +369,31 @@ def test_a_live_bar_on_a_terminal(quick: Path, tmp_path: Path) -> None:
     assert shown.count("done: val") == 2
     assert "test accuracy" in shown
     assert (tmp_path / "job" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of OGB's raw files and the folder of data sets are written down as whole paths."""
+    raw = tmp_path / "arxiv" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "edge.csv.gz").write_bytes(b"")
+    (tmp_path / "cora").mkdir()
+    monkeypatch.chdir(tmp_path)
+    flags = {"data.dataset": "arxiv"}
+    config = cli._config(None, flags, ["data.root=sets"])
+    assert config.data.dataset == str(tmp_path / "arxiv")
+    assert config.data.root == str(tmp_path / "sets")
+    assert cli._config(None, {"data.dataset": "cora"}, None).data.dataset == "cora"
+
+
+def test_data_given_as_a_recipe(tmp_path: Path, graph_file: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(graph_file), "--out", str(tmp_path / "job")])
+    assert result.exit_code == 2
+    assert f"data is given by --dataset {graph_file}" in " ".join(result.output.split())
+
+
+def test_one_run_has_no_deviation(tmp_path: Path, graph_file: Path) -> None:
+    options = ["--dataset", str(graph_file), "--epochs", "2", "--quiet"]
+    one = CliRunner().invoke(app, ["train", *options, "--runs", "1", "--out", str(tmp_path / "one")])
+    two = CliRunner().invoke(app, ["train", *options, "--runs", "2", "--out", str(tmp_path / "two")])
+    assert "±" not in one.output
+    assert "±" in two.output

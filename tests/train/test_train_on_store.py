@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from randombatch.cli import app
 from randombatch.data.graph import DataError
 from randombatch.data.in_rows import of_graph, of_store
 from randombatch.data.store import Store, write_store
@@ -202,6 +204,16 @@ def test_what_a_store_cannot_do_is_refused(config: Small, tmp_path: Path, change
 def test_a_model_of_pyg_trains_on_a_store(config: Small, tmp_path: Path) -> None:
     result = train(config(model__name="pyg-sgformer", train__runs=1), tmp_path)
     assert result["rows"][0]["val"] > 0.4
+
+
+def test_a_model_of_pyg_cannot_predict_all_nodes_of_a_store(config: Small, tmp_path: Path) -> None:
+    train(config(model__name="pyg-sgformer", train__runs=1, train__epochs=1), tmp_path / "job")
+    for out in ("all.npz", "folder"):
+        result = CliRunner().invoke(app, ["predict", str(tmp_path / "job"), "--out", str(tmp_path / out)])
+        assert result.exit_code == 2
+        assert "pyg-sgformer is not run layer by layer" in result.output
+        assert len(result.output.strip().splitlines()) == 1
+        assert not (tmp_path / out).exists()
 
 
 def test_the_recipe_of_papers100m_is_for_a_store() -> None:
