@@ -19,6 +19,8 @@ from randombatch.train.sampled import SampledProblem, SampledRun
 TRIALS, MARGIN = 2, 1.15
 # Bytes for each sampled arc: while it is drawn, and in the normalised matrix and its transpose while they are built.
 DRAWN, MATRIX = 70, 64
+# Rows of the hidden width that models of PyTorch Geometric keep in a step: somewhat more than was measured.
+PEERS = {"pyg-polynormer": 96, "pyg-gps": 48, "pyg-sgformer": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,21 @@ def estimate(run: SampledRun) -> Estimate:
     """What a run will hold, from the size of some of its mini-batches."""
     problem: SampledProblem = run.problem
     loader = run.loader
-    drawn = loader.sizes(range(min(TRIALS, loader.num_steps)))
+    drawn = [pair for one in (loader, *_scored(run)) for pair in one.sizes(range(min(TRIALS, one.num_steps)))]
     nodes, arcs = (int(MARGIN * max(numbers)) for numbers in zip(*drawn, strict=True))
     return Estimate(
         program=resident_anonymous() or highest_resident(), model=10 * 4 * run.num_parameters,
         minibatches=_minibatches(loader, problem.rows, nodes, arcs),
         step=max(_step(run, nodes, arcs), _scoring(run)), reserve=RESERVE, nodes=nodes, arcs=arcs,
     )  # fmt: skip
+
+
+def _scored(run: SampledRun) -> list[SeedLoader]:
+    """Mini-batches of nodes that are scored by samples: they may have other neighbourhoods than those trained on."""
+    problem = run.problem
+    if problem.evaluation == "whole":
+        return []
+    return [problem.loader(part, run.split, 0, shuffle=False) for part in ("val", "test")]
 
 
 def _step(run: SampledRun, nodes: int, arcs: int) -> int:
@@ -75,11 +85,18 @@ def _step(run: SampledRun, nodes: int, arcs: int) -> int:
 
 
 def _scoring(run: SampledRun) -> int:
-    """All nodes of a store, layer by layer."""
-    problem = run.problem
-    if problem.in_memory is not None or problem.evaluation == "sampled":
-        return 0
-    return memory_of_inference(run.model, problem.rows.num_nodes)
+    """All nodes, at once or from a store layer by layer, and what is kept of them for the score."""
+    problem, rows = run.problem, run.problem.rows
+    held = 0
+    if rows.metric == "roc_auc":
+        # The probability and the label, and copies of both while they are sorted.
+        held = 60 * sum(len(rows.split(part, run.split)) for part in ("val", "test"))
+    if problem.evaluation == "sampled":
+        return held
+    if problem.in_memory is None:
+        return held + memory_of_inference(run.model, rows.num_nodes)
+    numbers = 6 * problem.config.model.hidden_channels + rows.num_features
+    return held + 4 * rows.num_nodes * numbers + MATRIX * (len(rows.indices) + rows.num_nodes)
 
 
 def _minibatches(loader: SeedLoader, rows: GraphInRows, nodes: int, arcs: int) -> int:
@@ -95,9 +112,13 @@ def _numbers_per_node(run: SampledRun) -> int:
     """Rows that are alive at the peak of a step, in numbers: kept for the backward pass, and gradients under way."""
     model, width = run.model, run.problem.config.model.hidden_channels
     if not isinstance(model, SGFormer):
-        return 24 * width
+        return PEERS.get(run.problem.config.model.name, 48) * width
     # Fitted to what was measured with 16 to 256 hidden features.
     layers, kept = 3 + 2 * len(model.trans.attentions), 2 if width >= KEEP_FROM else 1
+    if run.problem.config.model.attention == "origin":
+        # Query, key, value and what is between them, of each further head.
+        heads = int(run.problem.config.model.options.get("trans_num_heads", 1))
+        layers += 16 * (heads - 1) * len(model.trans.attentions)
     if isinstance(model.graph, GraphBranch):
         layers += (kept + model.graph.use_init) * (len(model.graph.layers) + 1)
     elif model.graph is not None:

@@ -14,6 +14,7 @@ from test_prepare import papers, write_tables, zipped
 
 from randombatch import data
 from randombatch.data import text
+from randombatch.data.graph import DataError
 from randombatch.data.store import Store, open_source, prepare
 from randombatch.data.store.sources import tables
 
@@ -171,3 +172,12 @@ def test_members_outside_of_the_folder(tmp_path: Path) -> None:
         archive.writestr("../evil.txt", "evil")
     with pytest.raises(data.DataError, match="points outside its folder: do not trust it"):
         open_source(path)
+
+
+def test_a_bomb_of_another_layout_is_not_unpacked(tmp_path: Path) -> None:
+    """80 MB of zeros in a small file: refused by the sizes it states, before anything is read."""
+    zeros = np.zeros((1000, 20_000), np.float32)
+    np.savez_compressed(tmp_path / "bomb.npz", node_features=zeros, node_labels=np.zeros(1000), edges=np.zeros((5, 2)))
+    assert (tmp_path / "bomb.npz").stat().st_size < 1 << 20
+    with pytest.raises(DataError, match=r"unpacks to 76.* MiB and must be read whole, more than --max-memory 64.* MiB"):
+        open_source(tmp_path / "bomb.npz", max_memory=64 << 20)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn import metrics as sk
 
-from randombatch.train.metrics import mean_and_deviation, score, scores
+from randombatch.train.metrics import Tally, mean_and_deviation, score, scores
 
 
 def two_classes(probabilities: list[float]) -> torch.Tensor:
@@ -80,3 +80,16 @@ def test_mean_and_sample_deviation() -> None:
     assert mean == pytest.approx(0.3, abs=1e-15)
     assert deviation == pytest.approx(np.std([0.1, 0.2, 0.6], ddof=1), abs=1e-15)
     assert mean_and_deviation([0.7]) == (0.7, 0.0)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "f1", "roc_auc"])
+def test_pieces_score_as_the_whole(metric: str) -> None:
+    """And hold no logits: of a hundred classes counts, of two one number for each node."""
+    classes = 2 if metric == "roc_auc" else 100
+    generator = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(5000, classes, generator=generator), torch.randint(classes, (5000,), generator=generator)
+    tally = Tally(metric)
+    for some, labels in zip(logits.split(700), y.split(700), strict=True):
+        tally.add(some, labels)
+    assert tally.score() == pytest.approx(score(metric, logits, y), abs=1e-12)
+    assert sum(t.nbytes for pair in tally._pieces for t in pair) == (9 * 5000 if metric == "roc_auc" else 0)

@@ -101,7 +101,8 @@ def prepare(
             raise DataError(f"--json: the folder {output.parent} does not exist")
         limit = parse_size(max_memory)
         options = dict(_option(text) for text in settings or [])
-        found = open_source(source, root=root, tables={k: v for k, v in tables.items() if v is not None}, **options)
+        given = {k: v for k, v in tables.items() if v is not None}
+        found = open_source(source, root=root, tables=given, max_memory=limit, **options)
         with Stages(quiet) as advance:
             result = run(
                 found, store, max_memory=limit, undirected=undirected, features=features, metric=metric,

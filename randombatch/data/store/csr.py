@@ -46,11 +46,14 @@ class Keys:
 
     @classmethod
     def of(cls, num_nodes: int, num_arcs: int, plan: Plan) -> "Keys":
-        """Buckets of about 64 MB, or half of what is sorted together if that is less, but no more than 256 of them."""
+        """Buckets of about 64 MB, or half of what is sorted together if that is less, but no more than 256 of them.
+
+        Where nodes outnumber arcs, the ends of their rows count.
+        """
         if num_nodes > 1 << 31:
             raise DataError(f"a store holds at most 2^31 nodes, got {num_nodes}")
         bits = max(num_nodes - 1, 1).bit_length()
-        wanted = min(MAX_BUCKETS, -(-num_arcs * KEY // min(TARGET_BYTES, plan.bucket_bytes // 2)) or 1)
+        wanted = min(MAX_BUCKETS, -(-max(num_arcs, num_nodes) * KEY // min(TARGET_BYTES, plan.bucket_bytes // 2)) or 1)
         shift = 2 * bits
         while -(-(num_nodes << bits) >> (shift - 1)) <= wanted and shift > 1:
             shift -= 1

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from randombatch.data.graph import DataError
+from randombatch.data.store.budget import size
 from randombatch.data.store.sources.archive import Npz
 from randombatch.data.store.sources.base import EdgeChunk, Source
 from randombatch.data.store.sources.memory import MemorySource
@@ -19,7 +20,12 @@ PAPERS = "ogbn-papers100M"
 
 
 def open_source(
-    source: str | Path, *, root: str | Path | None = None, tables: dict[str, Path] | None = None, **options: Any
+    source: str | Path,
+    *,
+    root: str | Path | None = None,
+    tables: dict[str, Path] | None = None,
+    max_memory: int | None = None,
+    **options: Any,
 ) -> Source:
     """The source of a known name, a file or a folder.
 
@@ -27,6 +33,7 @@ def open_source(
         source: `synthetic`, another known name, one of OGB's raw folders or zips, a `.npz`, a folder of tables, or a
             file of edges.
         root: folder of raw files, as in `data.load`.
+        max_memory: bytes that a file may unpack to whose layout must be read whole; None for any number.
         tables: `x`, `y` and, if there are splits, `train`, `val`, `test` of a file of edges.
         options: of the source (synthetic, digits, ...).
 
@@ -49,10 +56,10 @@ def open_source(
     if name in data.names():
         return MemorySource(data.read_raw(str(source), root=root, **options), where=name)
     data.check_options(options, (), path.name, "stored")
-    return _of_path(path, tables or {})
+    return _of_path(path, tables or {}, max_memory)
 
 
-def _of_path(path: Path, tables: dict[str, Path]) -> Source:
+def _of_path(path: Path, tables: dict[str, Path], max_memory: int | None) -> Source:
     if not path.exists():
         from randombatch import data
 
@@ -76,6 +83,13 @@ def _of_path(path: Path, tables: dict[str, Path]) -> Source:
             return NpzSource(path)
         from randombatch.data import npz
 
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+        if max_memory is not None and unpacked > max_memory:
+            raise DataError(
+                f"{path} unpacks to {size(unpacked)} and must be read whole, more than --max-memory {size(max_memory)}"
+                ": write it with the keys x, edge_index and y, which are read piece by piece"
+            )
         return MemorySource(npz.read(path), where=str(path))
     if path.name.endswith(SUFFIXES):
         raise DataError(f"{path} is a file of edges: give its features and labels too, --x FILE --y FILE")
