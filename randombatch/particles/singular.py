@@ -19,64 +19,82 @@ def _no_zero(r2: Tensor) -> Tensor:
     return r2.masked_fill(r2 == 0, math.inf)
 
 
-class LogGas(Radial):
+class Singular(Radial):
+    """K(x, y) = strength (x - y) / |x - y|^power: |x - y|^power of a pair alone grows at a constant rate.
+
+    Args:
+        strength: positive repels.
+    """
+
+    valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
+    power: ClassVar[int]
+
+    def __init__(self, strength: float = 1.0) -> None:
+        self.strength = strength
+
+    def pair_flow(
+        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
+    ) -> tuple[Tensor, Tensor]:
+        move = self.strength * time
+        if not isinstance(space, Sphere):
+            return part(x, y, mass_x, mass_y, space.difference(y, x), move, self.power)
+        before = half_angle(x, y)
+        after = self._half_angle_after(*before, like(x, move * (mass_x + mass_y)))
+        return turn(x, y, mass_x, mass_y, before, after, self._turn_if_balanced(before[0], move))
+
+    def _half_angle_after(self, sine: Tensor, cosine: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        """Sine and cosine of half the angle between two points of the sphere after their flow."""
+        raise NotImplementedError
+
+    def _turn_if_balanced(self, sine: Tensor, move: float) -> Tensor:
+        """How far both turn where their masses cancel, and the angle stays."""
+        raise NotImplementedError
+
+
+class LogGas(Singular):
     """K(x, y) = strength (x - y) / |x - y|^2: the logarithmic gas; in one dimension Dyson's.
 
     Args:
         strength: positive repels.
     """
 
-    valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
-
-    def __init__(self, strength: float = 1.0) -> None:
-        self.strength = strength
+    power = 2
 
     def weight(self, r2: Tensor) -> Tensor:
         return -self.strength / _no_zero(r2)
 
-    def pair_flow(
-        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
-    ) -> tuple[Tensor, Tensor]:
-        """|x - y|^2 grows by 2 (m_x + m_y) t; on the sphere cos^2(half the angle) decays by exp(-(m_x + m_y) t / 2)."""
-        rate = self.strength * time * (mass_x + mass_y)
-        if isinstance(space, Sphere):
-            sine, cosine = half_angle(x, y)
-            # 1 - cosine^2 exp(-rate / 2) without cancellation for close points; beyond e^80 attracted ones have met.
-            change = torch.expm1(like(x, -rate / 2).clamp(max=80))
-            square = sine.square() * (1 + change) - change
-            after = (square.clamp(min=torch.finfo(x.dtype).tiny).sqrt(), cosine * (1 + change).sqrt())
-            return turn(x, y, mass_x, mass_y, (sine, cosine), after, self.strength * time / (2 * _no_zero(sine)))
-        return part(x, y, mass_x, mass_y, space.difference(y, x), self.strength * time, 2)
+    def _half_angle_after(self, sine: Tensor, cosine: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        """cos^2 decays by exp(-rate / 2)."""
+        # 1 - cosine^2 exp(-rate / 2) without cancellation for close points; beyond e^80 attracted ones have met.
+        change = torch.expm1((-rate / 2).clamp(max=80))
+        square = sine.square() * (1 + change) - change
+        return square.clamp(min=torch.finfo(sine.dtype).tiny).sqrt(), cosine * (1 + change).sqrt()
+
+    def _turn_if_balanced(self, sine: Tensor, move: float) -> Tensor:
+        return move / (2 * _no_zero(sine))
 
 
-class Coulomb(Radial):
+class Coulomb(Singular):
     """K(x, y) = strength (x - y) / |x - y|^3; on the sphere its tangential part (Thomson's problem).
 
     Args:
         strength: positive repels.
     """
 
-    valid: ClassVar[str] = "x != y (coinciding particles exert nothing)"
+    power = 3
     NEWTON_STEPS = 6
-
-    def __init__(self, strength: float = 1.0) -> None:
-        self.strength = strength
 
     def weight(self, r2: Tensor) -> Tensor:
         return -self.strength * _no_zero(r2) ** -1.5
 
-    def pair_flow(
-        self, x: Tensor, y: Tensor, mass_x: Any, mass_y: Any, time: float, space: Space
-    ) -> tuple[Tensor, Tensor]:
-        """r^3 grows by 3 (m_x + m_y) t; on the sphere artanh(u) - u by (m_x + m_y) t / 8, u = sin(half the angle)."""
-        rate = self.strength * time * (mass_x + mass_y)
-        if isinstance(space, Sphere):
-            sine, cosine = half_angle(x, y)
-            artanh = torch.log((1 + sine) / cosine.clamp(min=torch.finfo(x.dtype).tiny))
-            w = self._solve((artanh_excess(artanh, sine) + rate / 8).clamp(min=1e-27))
-            pull = self.strength * time / (4 * _no_zero(sine).square())
-            return turn(x, y, mass_x, mass_y, (sine, cosine), (torch.tanh(w), 1 / torch.cosh(w)), pull)
-        return part(x, y, mass_x, mass_y, space.difference(y, x), self.strength * time, 3)
+    def _half_angle_after(self, sine: Tensor, cosine: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        """artanh(sin) - sin grows by rate / 8."""
+        artanh = torch.log((1 + sine) / cosine.clamp(min=torch.finfo(sine.dtype).tiny))
+        w = self._solve((artanh_excess(artanh, sine) + rate / 8).clamp(min=1e-27))
+        return torch.tanh(w), 1 / torch.cosh(w)
+
+    def _turn_if_balanced(self, sine: Tensor, move: float) -> Tensor:
+        return move / (4 * _no_zero(sine).square())
 
     def _solve(self, c: Tensor) -> Tensor:
         """w - tanh(w) = c > 0 solved for w: convex and rising, so Newton's method converges from the right."""
