@@ -265,19 +265,20 @@ def predict(
     number: Annotated[int | None, typer.Option("--run", help="Which run (default: best on validation).")] = None,
     dataset: Dataset = None,
     max_memory: Annotated[str | None, _help("Most memory to hold, such as 4GiB.")] = None,
+    probabilities: Annotated[bool, typer.Option(help="Into a folder: also of every class.")] = True,
     quiet: Quiet = False,
 ) -> None:
     """Class probabilities of all nodes, by fixed divisions: equal calls give equal numbers.
 
     A job that was trained on a store by sampled mini-batches is predicted from it with all neighbours, layer by layer,
     in bounded memory; temporary arrays lie beside the result. Into a folder go probabilities.npy (float16),
-    prediction.npy and predict.json, written block by block.
+    prediction.npy and predict.json, written block by block; with many nodes and classes the first may be left out.
 
     Examples:
 
         randombatch predict runs/digits-random-batch --out digits.npz
         randombatch predict runs/digits-random-batch --out digits.npz --rounds 16
-        randombatch predict runs/papers-random-batch --out papers-predicted --max-memory 4GiB
+        randombatch predict runs/papers-random-batch --out papers-predicted --max-memory 4GiB --no-probabilities
     """
     from randombatch.data.store.budget import Watch, parse_size, size
     from randombatch.data.store.commands import Stages
@@ -289,6 +290,8 @@ def predict(
             raise ConfigError(f"--out wants a .npz file, or a folder, got {out}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} does not exist")
+        if not probabilities and out.suffix:
+            raise ConfigError("--no-probabilities is for a folder as --out, got a .npz")
         if rounds > 1 and out.suffix != ".npz":
             raise ConfigError("--rounds above 1 needs all probabilities in memory: give a .npz as --out")
         limit, scratch = parse_size(max_memory) if max_memory else None, out.absolute().parent
@@ -301,7 +304,7 @@ def predict(
                 count = len(result["prediction"])
             else:
                 one = prediction.trained_run(run, number, dataset, scratch, advance)
-                result = predict_to_folder(one, out, limit)
+                result = predict_to_folder(one, out, limit, probabilities)
                 count = result["num_nodes"]
     console.print(
         f"{count:,} nodes, run {result['run']}, peak memory {size(watch.peak)}: written to {out}", highlight=False

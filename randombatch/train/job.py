@@ -309,6 +309,10 @@ def _check_model(problem: Problem, display: Display) -> None:
     """Everything about the model that can be refused is refused before anything is written."""
     run = problem.run(0)
     limit = problem.config.train.max_memory
+    if problem.config.train.minibatch == "sampled":
+        from randombatch.train.memory import check_disk_of_scoring
+
+        check_disk_of_scoring(run)  # type: ignore[arg-type]
     if limit:
         from randombatch.train.memory import TRIALS, check_budget
         from randombatch.train.sampled import SampledRun

@@ -2,16 +2,15 @@
 
 In evaluation every layer but two is a function of single rows. A graph convolution gathers rows at random, so its input
 goes to disk first; so do the rows of random-batch attention, in the order of the division (`shuffle.py`). Everything
-else is computed on the way. The logits are those of `model.eval()(x, edges)` up
-to rounding: of float32, or of float16 where the store's features are float16 and so are the arrays on disk.
+else is computed on the way. The logits are those of `model.eval()(x, edges)` up to rounding: of float32, or of float16
+where the store's features are float16 and so are the arrays on disk (unless a number does not fit into those).
 
 Disk: two arrays of N x D for up to two convolutions or more and one attention layer (one more for a second attention
 layer). Memory: blocks of some 8 MiB, and 24 bytes for each random batch; nothing else grows with N.
 """
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,17 @@ from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.models.global_attention import GlobalAttention
 from randombatch.models.sgformer import GraphBranch, PlainGraphBranch, SGFormer, TransformerBranch
-from randombatch.train.lazy_rows import BLOCK_BYTES, Arrays, Computed, Convolved, LazyRows, OnDisk, spans
+from randombatch.train.lazy_rows import (
+    BLOCK_BYTES,
+    Arrays,
+    Computed,
+    Convolved,
+    LazyRows,
+    OnDisk,
+    Overflow,
+    as_stored,
+    spans,
+)
 from randombatch.train.scratch import scratch_folder
 from randombatch.train.shuffle import Shuffled
 
@@ -63,9 +72,25 @@ def stream_logits(
     """
     if model.training:
         raise ValueError("layer-wise inference is for a model in eval()")
-    device = torch.device(device)
-    with _folder(model, graph, scratch) as folder:
-        arrays = Arrays(folder, graph.num_nodes, _dtype(graph), device)
+    try:
+        _stream(model, graph, consume, scratch, torch.device(device), advance, _dtype(graph))
+    except Overflow:
+        # Nothing was handed out yet: arrays are written before the first logits.
+        _stream(model, graph, consume, scratch, torch.device(device), advance, np.float32)
+
+
+def _stream(
+    model: SGFormer,
+    graph: GraphInRows,
+    consume: Callable[[int, Tensor], None],
+    scratch: Path,
+    device: torch.device,
+    advance: Advance | None,
+    dtype: Any,
+) -> None:
+    check_disk(disk_needed(model, graph, dtype), graph.num_nodes, scratch)
+    with scratch_folder(scratch, FOLDER) as folder:
+        arrays = Arrays(folder, graph.num_nodes, dtype, device)
         stages = _Stages(graph.num_nodes, advance)
         x = OnDisk(graph.x, device)
         branches: list[LazyRows] = []
@@ -82,8 +107,9 @@ def stream_logits(
             tell(stop - start)
 
 
-def disk_needed(model: SGFormer, graph: GraphInRows) -> int:
-    """Bytes of temporary arrays at the most."""
+def disk_needed(model: nn.Module, graph: GraphInRows, dtype: Any = None) -> int:
+    """Bytes of temporary arrays at the most, of this type (default: what is tried first)."""
+    assert isinstance(model, SGFormer)
     convolutions = 0
     if isinstance(model.graph, GraphBranch):
         convolutions = len(model.graph.layers)
@@ -91,7 +117,7 @@ def disk_needed(model: SGFormer, graph: GraphInRows) -> int:
         convolutions = len(model.graph.linears)
     batches = sum(a.attention in ("random-batch", "full") for a in _attentions(model.trans))
     arrays = max(min(2, convolutions), min(1, convolutions) + min(2, batches))
-    return arrays * graph.num_nodes * _width(model) * np.dtype(_dtype(graph)).itemsize
+    return arrays * graph.num_nodes * _width(model) * np.dtype(dtype or _dtype(graph)).itemsize
 
 
 def memory_of_inference(model: nn.Module, num_nodes: int) -> int:
@@ -125,16 +151,18 @@ def _attentions(branch: TransformerBranch) -> list[GlobalAttention]:
     return [a for a in branch.attentions if isinstance(a, GlobalAttention)]
 
 
-@contextlib.contextmanager
-def _folder(model: SGFormer, graph: GraphInRows, scratch: Path) -> Iterator[Path]:
-    needed, free = disk_needed(model, graph), shutil.disk_usage(scratch).free
-    if needed > free:
+def check_disk(needed: int, num_nodes: int, folder: Path, result: int = 0) -> None:
+    """Refuse arrays of all nodes, and a result beside them, for which there is no room."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if needed + result > free:
+        beside = f" and {in_words(result)} for the result" if result else ""
         raise DataError(
-            f"all {graph.num_nodes:,} nodes layer by layer need {in_words(needed)} in {scratch}, where "
+            f"all {num_nodes:,} nodes layer by layer need {in_words(needed)}{beside} in {there}, where "
             f"{in_words(free)} are free: free some, or choose another place, a narrower model or sampled evaluation"
         )
-    with scratch_folder(scratch, FOLDER) as folder:
-        yield folder
 
 
 class _Stages:
@@ -242,7 +270,7 @@ def _in_batches(
         order = torch.arange(len(rows), device=rows.device)
         batches = GivenBatches(order, starts, division.batch_size, division.seed, first=first)
         attended = finish(attention.stages(rows, None, [], batches=batches))
-        shuffled.array[places] = finished(rows, attended).cpu().numpy()
+        shuffled.array[places] = as_stored(finished(rows, attended), arrays.dtype)
         advance[1](len(rows))
     return shuffled
 

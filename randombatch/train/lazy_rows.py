@@ -118,6 +118,17 @@ def _adder(halves: bool) -> Any:
 _add_floats, _add_halves = _adder(False), _adder(True)
 
 
+class Overflow(DataError):
+    """Numbers that the type on disk cannot hold."""
+
+
+def as_stored(rows: Tensor, dtype: np.dtype) -> np.ndarray:
+    """Rows in the type that they have on disk."""
+    if dtype == np.float16 and float(rows.abs().max()) > float(np.finfo(np.float16).max):
+        raise Overflow("some numbers are too large for float16")
+    return rows.cpu().numpy().astype(dtype)
+
+
 class Arrays:
     """Temporary arrays in a folder of their own.
 
@@ -153,7 +164,7 @@ class Arrays:
         """All rows of a source on disk."""
         array = self.new(width)
         for start, stop in spans(self.num_rows, width):
-            array[start:stop] = rows.block(start, stop).cpu().numpy()
+            array[start:stop] = as_stored(rows.block(start, stop), self.dtype)
             advance(stop - start)
         return OnDisk(array, self.device)
 

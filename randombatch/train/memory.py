@@ -12,7 +12,8 @@ from randombatch.machine import highest_resident, resident_anonymous
 from randombatch.models.dense import KEEP_FROM
 from randombatch.models.sgformer import GraphBranch, SGFormer
 from randombatch.train.config import ConfigError
-from randombatch.train.layerwise import bytes_of_batch, memory_of_inference
+from randombatch.train.layerwise import bytes_of_batch, check_disk, disk_needed, memory_of_inference
+from randombatch.train.loop import Run
 from randombatch.train.sampled import SampledProblem, SampledRun
 
 # Mini-batches that are drawn to learn how large they are, and how much larger others may be.
@@ -91,12 +92,16 @@ def _scoring(run: SampledRun) -> int:
     if rows.metric == "roc_auc":
         # The probability and the label, and copies of both while they are sorted.
         held = 60 * sum(len(rows.split(part, run.split)) for part in ("val", "test"))
-    if problem.evaluation == "sampled":
-        return held
-    if problem.in_memory is None:
-        return held + memory_of_inference(run.model, rows.num_nodes)
-    numbers = 6 * problem.config.model.hidden_channels + rows.num_features
-    return held + 4 * rows.num_nodes * numbers + MATRIX * (len(rows.indices) + rows.num_nodes)
+    return held if problem.evaluation == "sampled" else held + bytes_of_all_logits(run)
+
+
+def bytes_of_all_logits(run: Run) -> int:
+    """All nodes by present weights: at once from memory, layer by layer from a store."""
+    problem, graph = run.problem, run.problem.graph
+    if isinstance(problem, SampledProblem) and problem.in_memory is None:
+        return memory_of_inference(run.model, graph.num_nodes)
+    numbers = 6 * problem.config.model.hidden_channels + graph.num_features
+    return 4 * graph.num_nodes * numbers + MATRIX * (graph.num_edges + graph.num_nodes)
 
 
 def _minibatches(loader: SeedLoader, rows: GraphInRows, nodes: int, arcs: int) -> int:
@@ -124,6 +129,13 @@ def _numbers_per_node(run: SampledRun) -> int:
     elif model.graph is not None:
         layers += kept * len(model.graph.linears)
     return width * layers + run.problem.rows.num_features
+
+
+def check_disk_of_scoring(run: SampledRun) -> None:
+    """Refuse to score all nodes of a store where their layers have no room, before any training."""
+    problem = run.problem
+    if problem.evaluation != "sampled" and problem.in_memory is None:
+        check_disk(disk_needed(run.model, problem.rows), problem.rows.num_nodes, problem.scratch)
 
 
 def check_budget(run: SampledRun) -> Estimate | None:

@@ -15,7 +15,7 @@ from randombatch.train.checkpoint import load_tensors, write_atomically
 from randombatch.train.config import ConfigError, load_config
 from randombatch.train.job import check_device, load_rows, make_problem
 from randombatch.train.loop import Run
-from randombatch.train.predict_folder import Advance, check_prediction
+from randombatch.train.predict_folder import Advance, check_logits, check_prediction
 from randombatch.train.team import Team
 
 
@@ -57,7 +57,9 @@ def predict(
         for layer, seed in zip(layers, seeds, strict=True):
             # The first round is what evaluation saw in training.
             layer.eval_seed = seed if r == 0 else fold_in(seed, r)
-        probabilities = one.logits().double().softmax(1).cpu()
+        logits = one.logits()
+        check_logits(0, logits)
+        probabilities = logits.double().softmax(1).cpu()
         if r == 0:
             first = probabilities
         # Differences from the first round: where rounds are equal the error is zero, not rounding.

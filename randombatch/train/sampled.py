@@ -81,6 +81,12 @@ class SampledProblem(Problem):
             self._whole = Problem(self.in_memory, self.config)
         return self._whole
 
+    def check_layerwise(self) -> None:
+        """Refuse all nodes of a store at once by a model that cannot."""
+        name = self.config.model.name
+        if name != "sgformer":
+            raise ConfigError(f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only")
+
     def run(self, number: int, trial: bool = False) -> "SampledRun":
         return SampledRun(self, number, trial)
 
@@ -207,9 +213,8 @@ class SampledRun(Run):
             return
         from randombatch.train.layerwise import stream_logits
 
-        if not isinstance(self.model, SGFormer):
-            name = self.problem.config.model.name
-            raise ConfigError(f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only")
+        self.problem.check_layerwise()
+        assert isinstance(self.model, SGFormer)
         stream_logits(
             self.model, self.problem.rows, consume, scratch=self.problem.scratch, device=self.problem.device,
             advance=self.problem.advance,

@@ -6,7 +6,6 @@ those of one group by increasing id. Filling it in order of ids goes on in every
 it back. In between, a group is small enough to stay in memory, and its rows are read and written at random.
 """
 
-import bisect
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,16 +14,18 @@ from torch import Tensor
 
 from randombatch.distributed.exchange import sorting
 from randombatch.division import Division
-from randombatch.train.lazy_rows import LazyRows, spans
+from randombatch.train.lazy_rows import LazyRows, as_stored, spans
 
 # Of one group in the file.
 GROUP_BYTES = 64 << 20
+# Items that are counted together.
+COUNTED = 1 << 18
 
 
 class Shuffled:
     """The rows of all items of a division, in a file.
 
-    Memory: 32 bytes for each row of a group, and 8 for each group and block that it was filled by.
+    Memory: 32 bytes for each row of a group.
 
     Args:
         array: `(N, D)`, a memory map to be filled.
@@ -38,33 +39,27 @@ class Shuffled:
         starts = division.starts
         self._batches = [*range(0, division.num_batches, per_group), division.num_batches]
         self._bounds = starts[self._batches]
-        # How far every group was filled (row 0: not at all) before the block that begins with each of these items.
-        self._begins: list[int] = []
-        self._filled: list[np.ndarray] = [self._bounds[:-1].numpy()]
+        # How far every group is filled by the items before this one: blocks are mostly asked for in order.
+        self._reached = 0, self._bounds[:-1].numpy()
 
     def fill(self, source: LazyRows, advance: Callable[[int], None]) -> "Shuffled":
         """Put all rows of a source to their places."""
         for start, stop in spans(len(self.array), self.array.shape[1]):
             order, counts = self._grouped(start, stop)
-            rows = source.block(start, stop).cpu().numpy()[order]
-            before = self._filled[-1]
-            for place, first, count in _runs(before, counts):
+            rows = as_stored(source.block(start, stop), self.array.dtype)[order]
+            for place, first, count in _runs(self._filled(start), counts):
                 self.array[place : place + count] = rows[first : first + count]
-            self._begins.append(start)
-            self._filled.append(before + counts)
+            self._reached = stop, self._filled(start) + counts
             advance(stop - start)
         return self
 
     def block(self, start: int, stop: int) -> Tensor:
         """Rows of consecutive items."""
-        known = bisect.bisect_right(self._begins, start) - 1
-        filled = self._filled[known]
-        if self._begins[known] < start:
-            filled = filled + self._grouped(self._begins[known], start)[1]
         order, counts = self._grouped(start, stop)
         rows = np.empty((stop - start, self.array.shape[1]), self.array.dtype)
-        for place, first, count in _runs(filled, counts):
+        for place, first, count in _runs(self._filled(start), counts):
             rows[first : first + count] = self.array[place : place + count]
+        self._reached = stop, self._filled(start) + counts
         out = np.empty(rows.shape, np.float32)
         out[order] = rows
         return torch.from_numpy(out).to(self.device)
@@ -87,6 +82,16 @@ class Shuffled:
                 low, high = int(starts[first]), int(starts[last])
                 yield first, starts[first : last + 1] - low, places[low - begin : high - begin]
                 first = last
+
+    def _filled(self, stop: int) -> np.ndarray:
+        """How far every group is filled by the items before `stop`."""
+        known, filled = self._reached
+        if stop < known:
+            known, filled = 0, self._bounds[:-1].numpy()
+        for start in range(known, stop, COUNTED):
+            filled = filled + self._grouped(start, min(start + COUNTED, stop))[1]
+        self._reached = stop, filled
+        return filled
 
     def _grouped(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """What sorts consecutive items by group, in order within each, and how many there are of each."""

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,3 +316,19 @@ def test_open_files_are_closed(tmp_path: Path) -> None:
         with pytest.raises(data.DataError, match="two classes"):
             prepare(open_source(tmp_path / "g.npz"), tmp_path / "s")
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_machine_code_need_not_be_kept(tmp_path: Path) -> None:
+    """Neither the package's folder nor a home can be written: everything is compiled anew."""
+    package = Path(data.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "code" / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in [p for p in (tmp_path / "code").rglob("*") if p.is_dir()]:
+        (folder / "__pycache__").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code"), "HOME": "/dev/null"}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "randombatch", "prepare", "synthetic", "st", "--set", "num_nodes=100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert verify(tmp_path / "st") == []

@@ -20,6 +20,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import trim_to_layer
 
 from randombatch.data.sampling.pyg_store import StoreFeatures, StoreGraph, StoreSampler, pyg_data
+from randombatch.permutation import fold_in, hash64
 
 
 @pytest.fixture
@@ -161,3 +162,38 @@ def test_what_a_store_has_not_is_refused(store: Any) -> None:
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([1]), time=torch.tensor([1])))
     with pytest.raises(NotImplementedError, match="NodeLoader"):
         sampler.sample_from_edges(None)
+
+
+@pytest.mark.parametrize("fanouts", [(), (3,), (4, 3)])
+def test_seeds_may_repeat(store: Any, fanouts: tuple[int, ...]) -> None:
+    """As in weighted samplers; every place has the arcs of its node, and the rest is the sample without repeats."""
+    sampler = StoreSampler(store, fanouts, seed=1)
+    seeds = torch.tensor([7, 3, 7, 250, 3, 3])
+    got = sampler.sample_from_nodes(NodeSamplerInput(None, seeds))
+    assert got.node[:6].tolist() == seeds.tolist()
+    assert len(got.node[6:].unique()) == len(got.node) - 6
+    assert got.num_sampled_nodes[0] == 6
+    assert sum(got.num_sampled_nodes) == len(got.node)
+    assert sum(got.num_sampled_edges) == len(got.row) == len(got.col)
+    key = fold_in(1, 0, int(hash64(seeds, 1).sum()))
+    plain = sampler.sampler.sample([7, 3, 250], key)
+    arcs = plain.nodes[plain.edge_index]
+    for place, node in enumerate(seeds.tolist()):
+        assert sorted(got.node[got.row[got.col == place]].tolist()) == sorted(arcs[0, arcs[1] == node].tolist())
+    others = got.col >= 6
+    beyond = plain.edge_index[1] >= 3
+    assert torch.equal(torch.stack([got.node[got.row], got.node[got.col]])[:, others], arcs[:, beyond])
+
+
+def test_a_weighted_sampler_trains(store: Any) -> None:
+    weights = torch.ones(len(store.split("train")))
+    weights[:3] = 1000.0
+    weighted = torch.utils.data.WeightedRandomSampler(weights, 64, generator=torch.Generator().manual_seed(0))
+    model = GraphSAGE(store.x.shape[1], 8, 2, 3)
+    for batch in loader_of(store, sampler=weighted):
+        out = model(batch.x, batch.edge_index)[: batch.batch_size]
+        assert len(batch.n_id[: batch.batch_size].unique()) < batch.batch_size
+        for node in batch.n_id[: batch.batch_size].unique():
+            same = out[(batch.n_id == node)[: batch.batch_size]]
+            torch.testing.assert_close(same, same[:1].expand_as(same))
+        nnf.cross_entropy(out, batch.y[: batch.batch_size] % 3).backward()

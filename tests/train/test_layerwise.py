@@ -125,6 +125,22 @@ def test_half_precision_on_disk(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("branch", ["graph", "trans"])
+def test_what_half_precision_cannot_hold_is_kept_in_single(tmp_path: Path, branch: str) -> None:
+    """Rows beyond 65504 on their way to a convolution or to attention."""
+    graph = of_store(write_store(tmp_path / "store", **arrays("float16")))
+    (tmp_path / "scratch").mkdir()
+    model = trained(trans_use_bn=False, gnn_use_bn=False, trans_use_act=False)
+    with torch.no_grad():
+        for parameter in getattr(model, branch).stem.parameters():
+            parameter.mul_(1e6)
+    expected = in_memory(model, graph)
+    assert expected.isfinite().all()
+    found = streamed(model, graph, tmp_path / "scratch")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 @pytest.mark.parametrize("variant", ["default", "plain", "two attention layers", "no graph", "no attention"])
 def test_the_disk_that_it_needs_is_what_it_says(
     graph: GraphInRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str

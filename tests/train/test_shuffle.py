@@ -33,6 +33,13 @@ def test_blocks_come_back_in_order(shuffled: Shuffled, span: tuple[int, int]) ->
     np.testing.assert_array_equal(shuffled.block(*span).numpy(), NUMBERS[slice(*span)])
 
 
+def test_blocks_may_be_asked_for_in_any_order(shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On, back, and with a gap that is counted in several pieces."""
+    monkeypatch.setattr(shuffle, "COUNTED", 7)
+    for span in [(0, 16), (16, 40), (90, 120), (20, 30), (30, 31), (0, N), (150, N)]:
+        np.testing.assert_array_equal(shuffled.block(*span).numpy(), NUMBERS[slice(*span)])
+
+
 @pytest.mark.parametrize("most", [1, 12, 50, N])
 def test_batches_are_those_of_the_division(shuffled: Shuffled, most: int) -> None:
     batches: list[list[int]] = []

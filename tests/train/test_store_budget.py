@@ -2,19 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from randombatch.data.graph import DataError
 from randombatch.data.store import Store, open_source, prepare
 from randombatch.data.store.budget import parse_size
 from randombatch.train import job
 from randombatch.train.config import Config, ConfigError
 from randombatch.train.job import TrainingError, train
+from randombatch.train.layerwise import disk_needed
 from randombatch.train.memory import check_budget, estimate
 from randombatch.train.predict import predict, trained_run
 from randombatch.train.predict_folder import predict_to_folder
@@ -171,3 +175,61 @@ def test_a_prediction_that_does_not_fit_is_refused(trained: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "predict.json").read_text())["peak_bytes"] < 1 << 30
     assert "--rounds" in run("predict", trained, "--out", tmp_path / "more", "--rounds", 2).stderr
+
+
+def test_predictions_alone(trained: Path, tmp_path: Path) -> None:
+    done = run("predict", trained, "--out", tmp_path / "out", "--no-probabilities", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"prediction.npy", "predict.json"}
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "prediction.npy"), predict(trained)["prediction"])
+    done = run("predict", trained, "--out", tmp_path / "out.npz", "--no-probabilities")
+    assert done.returncode == 2
+    assert "folder" in done.stderr
+
+
+def test_disk_for_layers_and_result_together(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either alone would fit; refused before anything is written."""
+    one = trained_run(trained, None, None, tmp_path, None)
+    layers, result = disk_needed(one.model, one.problem.rows), 3000 * (2 * one.problem.rows.num_classes + 4)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=layers + result - 1))
+    with pytest.raises(DataError, match="for the result"):
+        predict_to_folder(one, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    predict_to_folder(one, tmp_path / "out", probabilities=False)
+
+
+@pytest.mark.parametrize(("evaluation", "refused"), [("final", True), ("whole", True), ("sampled", False)])
+def test_disk_of_the_last_scoring_is_looked_up_before_training(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: str, refused: bool
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    settings = config(store, train__evaluation=evaluation)
+    if not refused:
+        train(settings, tmp_path / "job")
+        return
+    with pytest.raises(DataError, match="layer by layer need"):
+        train(settings, tmp_path / "job")
+    assert not (tmp_path / "job").exists()
+
+
+def test_logits_that_are_not_finite_are_no_prediction(trained: Path, tmp_path: Path) -> None:
+    one = trained_run(trained, None, None, tmp_path, None)
+    with torch.no_grad():
+        one.model.out.bias[1] = torch.inf
+    with pytest.raises(TrainingError, match="logits of node 0 are not finite"):
+        predict_to_folder(one, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_in_memory_is_predicted_inside_what_is_asked_for(tmp_path: Path) -> None:
+    """All its nodes go through the model at once: the least that is not refused is enough."""
+    flags = [item for name, value in SETTINGS.items() for item in ("--set", f"{name}={json.dumps(value)}")]
+    flags += ["--set", "data.num_nodes=60000", "--set", "train.evaluation=sampled", "--hidden", "128"]
+    done = run("train", "--dataset", "synthetic", *flags, "--out", tmp_path / "job", "--quiet")
+    assert done.returncode == 0, done.stderr
+    done = run("predict", tmp_path / "job", "--out", tmp_path / "out", "--max-memory", "100MiB")
+    assert done.returncode == 2
+    needed = parse_size(re.search(r"needs about ([\d.]+ [MG]iB)", done.stderr)[1])
+    done = run("predict", tmp_path / "job", "--out", tmp_path / "out", "--max-memory", int(1.05 * needed), "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "predict.json").read_text())["peak_bytes"] < needed

@@ -286,7 +286,7 @@ def test_help_shows_examples_each_on_its_line(command: str, examples: list[str])
     for example in examples:
         assert example in lines
     # What is shown can be called: every flag in an example is a flag of the command.
-    known = {opt for p in click_command(command).params for opt in p.opts}
+    known = {opt for p in click_command(command).params for opt in (*p.opts, *p.secondary_opts)}
     for line in lines:
         if line.startswith(f"randombatch {command}"):
             assert known.issuperset(re.findall(r"--[a-z-]+", line)), line

@@ -30,7 +30,7 @@ from randombatch.data.sampling.cold import is_cold
 from randombatch.data.sampling.loader import GraphOnDisk
 from randombatch.data.sampling.mapped import Mapped
 from randombatch.data.sampling.rows import Rows
-from randombatch.data.sampling.sampler import NeighborSampler
+from randombatch.data.sampling.sampler import NeighborSampler, Sample
 from randombatch.permutation import fold_in, hash64
 
 _READ_ONLY = "a store is read-only: write another one with `randombatch prepare`"
@@ -119,7 +119,8 @@ class StoreSampler(BaseSampler):
     A loader does not say which step it is at, so a mini-batch is drawn by (seed, epoch, its set of seeds): the same in
     any worker and in any order. With `shuffle=True` mini-batches, and so draws, differ from epoch to epoch by
     themselves; without, set `epoch` before each pass over the loader (not with `persistent_workers`, whose copies of
-    the sampler are made once).
+    the sampler are made once). Seeds may repeat, as those of weighted samplers do: each place of a node among the seeds
+    has the node's sampled arcs.
 
     Args:
         store: with `indptr` and `indices`.
@@ -142,7 +143,10 @@ class StoreSampler(BaseSampler):
             raise ValueError("a store has no times: leave out `input_time`")
         seeds = index.node.long()
         key = int(hash64(seeds, self.seed).sum()) if seeds.numel() else 0
-        sample = self.sampler.sample(seeds, fold_in(self.seed, self.epoch, key))
+        first, which = _in_order(seeds)
+        sample = self.sampler.sample(seeds[first], fold_in(self.seed, self.epoch, key))
+        if len(first) < len(seeds):
+            sample = _with_repeats(sample, first, which)
         row, col = sample.edge_index
         return SamplerOutput(
             node=sample.nodes, row=row, col=col, edge=None, num_sampled_nodes=list(sample.num_nodes),
@@ -151,6 +155,37 @@ class StoreSampler(BaseSampler):
 
     def sample_from_edges(self, index: EdgeSamplerInput, neg_sampling: Any = None) -> SamplerOutput:
         raise NotImplementedError("a store is sampled from nodes only: use NodeLoader, not LinkLoader")
+
+
+def _in_order(seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the different ones first appear, in order, and for each seed its number among those."""
+    _, first, which = np.unique(seeds.numpy(), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return torch.from_numpy(first[order]), torch.from_numpy(number[which])
+
+
+def _with_repeats(sample: Sample, first: Tensor, which: Tensor) -> Sample:
+    """Seeds that repeat (see `_in_order`), each with the arcs of its node."""
+    different, first_hop = sample.num_seeds, sample.num_edges[0] if sample.num_edges else 0
+    # Where nodes are now.
+    place = torch.cat([first, torch.arange(different, len(sample.nodes)) + len(which) - different])
+    source, target = sample.edge_index
+    many = torch.bincount(target[:first_hop], minlength=different)
+    counts, starts = many[which], (many.cumsum(0) - many)[which]
+    arcs = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts - starts).repeat_interleave(counts)
+    targets = torch.arange(len(which)).repeat_interleave(counts)
+    rest = slice(first_hop, None)
+    return Sample(
+        nodes=torch.cat([sample.nodes[which], sample.nodes[different:]]),
+        edge_index=torch.stack(
+            [torch.cat([place[source[arcs]], place[source[rest]]]), torch.cat([targets, place[target[rest]]])]
+        ),
+        edge_ids=None,
+        num_nodes=(len(which), *sample.num_nodes[1:]),
+        num_edges=(len(arcs), *sample.num_edges[1:]) if sample.num_edges else (),
+    )
 
 
 def _signed(array: np.ndarray, largest: int) -> Tensor:

@@ -3,10 +3,19 @@
 An arc (source j, target i) is one int64 key, i << bits | j: the order of keys is the order of a CSR by targets.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numba
 import numpy as np
 
-compiled = numba.njit(nogil=True, cache=True)
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Machine code, kept on disk for the next process if there is any place for it."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True)(function)
 
 
 @compiled

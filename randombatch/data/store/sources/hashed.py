@@ -3,16 +3,15 @@
 There every step is a tensor operation with a pass over memory; here a number goes through all of them in registers.
 """
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from randombatch.data.counter import quantiles
+from randombatch.data.store.kernels import compiled
 from randombatch.data.synthetic import END, NOISE, ORDER, SAME, START, Synthetic
 from randombatch.permutation import DOUBLE_ROUNDS, SORTED_BELOW, hash_start
 
-compiled = numba.njit(nogil=True, cache=True)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1, _MULTIPLIER_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _A, _B, _C, _BITS = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
