@@ -241,49 +241,58 @@ def _least_squares(design: np.ndarray, y: np.ndarray, stderr: np.ndarray) -> tup
 def softmax_floor(
     num_particles: int = 120,
     batch_sizes: Sequence[int] = (4, 12, 30),
-    taus: Sequence[float] = (1 / 64, 1 / 128, 1 / 256),
-    replicas: int = 40,
+    taus: Sequence[float] = (1 / 64, 1 / 128),
+    replicas: int = 6,
     *,
+    systems: int = 8,
     horizon: float = 1.0,
-    w: Tensor | None = None,
+    scale: float = 1.0,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """What is left of the error of attention normalised inside the batch as tau -> 0: J = floor + slope tau.
 
     For every batch size: as it is, with `self_correction`, and the kernel that the theorem covers, which has no floor.
+    Floors differ from one W to the next, so J is the mean over some systems, drawn by `sphere_example` with `scale`.
     """
     if len(set(taus)) < 2:
         raise ValueError(f"the limit of small steps needs at least two of them, got {list(taus)}")
-    x0, default = sphere_example(num_particles, 3, seed)
-    w = default if w is None else w
-    kernel = Attention(w)
-    exact = SoftmaxAttention(kernel=kernel)
-    kinds: dict[str, tuple[System, System]] = {
-        "softmax": (exact, exact),
-        "softmax, self_correction": (SoftmaxAttention(kernel=kernel, self_correction=True), exact),
-        "1/(N-1)": (System(kernel=kernel, space=Sphere()),) * 2,
-    }
-    rows, done = [], 0
-    for name, (system, reference) in kinds.items():
+    if systems < 1:
+        raise ValueError(f"`systems` must be at least 1, got {systems}")
+    drawn = [sphere_example(num_particles, 3, fold_in(seed, k), scale) for k in range(systems)]
+    rows: list[dict[str, Any]] = []
+    done = 0
+    for name in ("softmax", "softmax, self_correction", "1/(N-1)"):
         for p in batch_sizes:
-            cells = []
-            for tau in taus:
-                one = fold_in(seed, done)
-                cells.append(measure_error(system, x0, horizon, tau, p, replicas, seed=one, reference=reference))
-                done += 1
+            cells: list[list[Cell]] = []
+            for k, (x0, w) in enumerate(drawn):
+                run, reference = _pair(name, Attention(w))
+                here = [fold_in(seed, 1 + k, done + i) for i in range(len(taus))]
+                cells.append([
+                    measure_error(run, x0, horizon, tau, p, replicas, seed=one, reference=reference)
+                    for tau, one in zip(taus, here, strict=True)
+                ])  # fmt: skip
                 if progress is not None:
-                    progress(done, len(kinds) * len(batch_sizes) * len(taus))
+                    progress(len(rows) * systems + k + 1, 3 * len(batch_sizes) * systems)
+            done += len(taus)
+            sup, stderr = (np.array([[getattr(c, n) for c in row] for row in cells]) for n in ("sup", "sup_stderr"))
             design = np.stack([np.ones(len(taus)), np.array(taus)], 1)
-            values, errors, _ = _least_squares(
-                design, np.array([c.sup for c in cells]), np.array([c.sup_stderr for c in cells])
-            )
+            mean, mean_stderr = sup.mean(0), np.sqrt((stderr**2).sum(0)) / systems
+            values, errors, _ = _least_squares(design, mean, mean_stderr)
             rows.append({
                 "name": f"{name} p={p}", "kind": name, "batch_size": p, "floor": float(values[0]),
                 "floor_stderr": float(errors[0]), "slope": float(values[1]), "taus": list(taus),
-                "sup": [c.sup for c in cells], "sup_stderr": [c.sup_stderr for c in cells],
+                "sup": mean.tolist(), "sup_stderr": mean_stderr.tolist(),
+                "floors": [float(_least_squares(design, a, b)[0][0]) for a, b in zip(sup, stderr, strict=True)],
             })  # fmt: skip
     return rows
+
+
+def _pair(name: str, kernel: Attention) -> tuple[System, System]:
+    """What is run by random batches, and what with all pairs."""
+    if name == "1/(N-1)":
+        return (System(kernel=kernel, space=Sphere()),) * 2
+    return SoftmaxAttention(kernel=kernel, self_correction="correction" in name), SoftmaxAttention(kernel=kernel)
 
 
 def sphere_example(num_particles: int, dim: int, seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,6 @@ from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import fold_in
 
-FLOOR_PARTICLES = 120
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -73,10 +71,9 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
     result["warnings"] = _too_stiff(system, max(settings.taus))
     result["ratios"] = {"g_measured_over_predicted": result["g"]["measured"] / result["g"]["predicted"]}
     if settings.softmax:
-        tick_floor = progress("softmax inside the batch", 27)
-        _, w = sphere_example(FLOOR_PARTICLES, 3, settings.seed, settings.scale)
+        tick_floor = progress("softmax inside the batch", 72)
         result["softmax"] = softmax_floor(
-            FLOOR_PARTICLES, w=w, seed=settings.seed, progress=lambda done, total: tick_floor()
+            scale=settings.scale, seed=settings.seed, progress=lambda done, total: tick_floor()
         )
     return result
 

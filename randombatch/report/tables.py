@@ -132,7 +132,8 @@ def print_convergence(console: Console, result: dict[str, Any]) -> None:
     lines += [f"WARNING: {text}" for text in result["warnings"]]
     console.print("\n".join(lines), highlight=False, markup=False)
     if "softmax" in result:
-        title = f"softmax inside the batch, |W| = {s['scale']:g}: not covered by the theorem"
+        number = len(result["softmax"][0]["floors"])
+        title = f"softmax inside the batch, mean over {number} W, |W| = {s['scale']:g}: not covered by the theorem"
         table = Table("dynamics", "p", "J as τ → 0", "cut", title=title)
         plain = {row["batch_size"]: row["floor"] for row in result["softmax"] if row["kind"] == "softmax"}
         for row in result["softmax"]:

@@ -284,7 +284,7 @@ def test_noise_is_averaged_over() -> None:
 
 def test_softmax_leaves_a_floor_and_the_covered_kernel_does_not() -> None:
     """Floors against their standard errors. J = floor + slope tau leaves a curvature of about 1 % of the largest J."""
-    rows = {r["kind"]: r for r in softmax_floor(48, (4,), (1 / 32, 1 / 64, 1 / 128), 40, seed=0)}
+    rows = {r["kind"]: r for r in softmax_floor(48, (4,), (1 / 32, 1 / 64, 1 / 128), 20, systems=2, seed=0)}
     plain, corrected, covered = (rows[k] for k in ("softmax", "softmax, self_correction", "1/(N-1)"))
     assert plain["floor"] > 5 * plain["floor_stderr"]
     assert corrected["floor"] < plain["floor"] - 5 * math.hypot(plain["floor_stderr"], corrected["floor_stderr"])
@@ -292,13 +292,17 @@ def test_softmax_leaves_a_floor_and_the_covered_kernel_does_not() -> None:
     assert covered["slope"] * covered["taus"][0] == pytest.approx(covered["sup"][0], rel=0.2)
     assert plain["name"] == "softmax p=4"
     assert len(plain["sup"]) == len(plain["sup_stderr"]) == 3
+    # Two systems that are not the same, and their mean.
+    assert np.mean(plain["floors"]) == pytest.approx(plain["floor"], rel=0.1)
+    assert plain["floors"][0] != pytest.approx(plain["floors"][1], rel=0.01)
 
 
 def test_self_correction_leaves_no_floor_where_nothing_is_divided() -> None:
     """W = 0: all weights are equal, so that the corrected mean is unbiased; only the particle's own share was not."""
     seen: list[tuple[int, int]] = []
-    w = torch.zeros(3, 3, dtype=torch.float64)
-    rows = softmax_floor(12, (3, 4), (1 / 32, 1 / 64), 80, w=w, progress=lambda *done: seen.append(done))
+    rows = softmax_floor(
+        12, (3, 4), (1 / 32, 1 / 64), 40, systems=2, scale=0.0, progress=lambda *done: seen.append(done)
+    )
     assert seen == [(k, 12) for k in range(1, 13)]
     assert [r["batch_size"] for r in rows] == [3, 4] * 3
     for plain, corrected in zip(rows[:2], rows[2:4], strict=True):
@@ -333,6 +337,7 @@ def test_bad_input_is_refused() -> None:
         (lambda: measure_error(system, x, 1.0, 0.0, 2, 4), "steps must be positive"),
         (lambda: measure_error(newton, (x, x), 1.0, 1 / 4, 2, 4), "first-order systems"),
         (lambda: softmax_floor(12, (4,), (1 / 4,), 4), "at least two of them, got \\[0.25\\]"),
+        (lambda: softmax_floor(12, (4,), (1 / 4, 1 / 8), 4, systems=0), "`systems` must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

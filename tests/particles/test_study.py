@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -53,9 +52,9 @@ def test_softmax_is_measured_at_the_scale_of_the_study(tmp_path: Path, monkeypat
     """The table beside the study is of the same W, and says how much self_correction cuts."""
     norms = []
 
-    def small(particles: int, *, w: torch.Tensor, **options: Any) -> list[dict[str, Any]]:
-        norms.append(float(w.norm()))
-        return softmax_floor(particles, (2, 4), (1 / 4, 1 / 8), 5, w=w, **options)
+    def small(*, scale: float, **options: Any) -> list[dict[str, Any]]:
+        norms.append(scale)
+        return softmax_floor(24, (2, 4), (1 / 4, 1 / 8), 5, systems=2, scale=scale, **options)
 
     monkeypatch.setattr(study, "softmax_floor", small)
     arguments = ["converge", *SMALL[:-1], "--scale", "0.5", "--no-pictures", "--out", str(tmp_path)]
