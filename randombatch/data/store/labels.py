@@ -50,7 +50,10 @@ def _class_range(source: Source) -> tuple[int, int]:
         if classes.size:
             least, largest = min(least, int(classes.min())), max(largest, int(classes.max()))
     if rows != source.num_nodes:
-        raise DataError(f"{source.where} has {rows} labels, expected {source.num_nodes}, one for each row of features")
+        raise DataError(
+            f"{source.called('y')} has {rows} labels, expected {source.num_nodes}, one for each row of "
+            f"{source.called('x')}: add or drop some in either"
+        )
     return (least, largest) if largest >= 0 else (-1, -1)
 
 

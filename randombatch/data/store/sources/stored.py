@@ -45,6 +45,9 @@ class ArraySource(Source):
         if x.fortran:
             self.held_bytes = x.nbytes
 
+    def called(self, part: str) -> str:
+        return {"edges": self.edge_index, "x": self.x, "y": self.y}[part].what
+
     def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
         for number, edges in enumerate(self.edge_index.pairs(size, first), first):
             yield partial(EdgeChunk, edges, first=number * size)
