@@ -46,7 +46,7 @@ def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int) -
     [
         ("edges", None, "edges.csv.gz is damaged"),
         ("x", b"1,2\n" * 199 + b"1,z\n", "x.csv.gz must hold 2 numbers in each line, got '1,z' in line 200: mend it"),
-        ("x", b"1,2\n" * 150, "bad lines"),
+        ("x", b"1,2\n" * 150, r"y.csv.gz has 200 labels, expected 150, one for each row of .*x.csv.gz"),
         ("x", b"", "must hold one line of features per node, got none"),
         ("x", b"1,2\n" * 199 + b"nan,0\n", "x.csv.gz must be finite as float32, got NaN or infinity in row 199"),
         ("y", b"1\n0\n" * 99, r"y.csv.gz has 198 labels, expected 200, one for each row of .*x.csv.gz"),

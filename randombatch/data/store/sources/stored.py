@@ -38,6 +38,7 @@ class ArraySource(Source):
             raise DataError(f"{edge_index.what} must hold integers, got {edge_index.dtype}")
         if y.shape not in ((x.shape[0],), (x.shape[0], 1)):
             raise DataError(f"{y.what} must be [{x.shape[0]}], one label for each row of features, got {list(y.shape)}")
+        x.check_order()
         self.x, self.edge_index, self.y = x, edge_index, y
         self.num_nodes, self.num_features = x.shape
         self.edge_bound = edge_index.shape[1]

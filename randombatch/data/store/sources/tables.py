@@ -51,7 +51,7 @@ class TableSource(Source):
         self.num_nodes, self.num_features = self._shape()
         self.edge_bound = self._count_edges()
         # Blocks of text with what they become, and one byte per node for the split.
-        self.held_bytes = 24 * SPAN + (self.num_nodes if parts else 0)
+        self.held_bytes += 24 * SPAN + (self.num_nodes if parts else 0)
 
     def called(self, part: str) -> str:
         return str({"edges": self._edges, "x": self._x, "y": self._y}[part])
@@ -73,10 +73,12 @@ class TableSource(Source):
 
     def _shape(self) -> tuple[int, int]:
         if self._x.suffix == ".npy":
-            shape = npy_file(self._x).shape
-            if len(shape) != 2 or 0 in shape:
-                raise DataError(f"{self._x} must be [nodes, features] with at least one of each, got {list(shape)}")
-            return shape[0], shape[1]
+            x = npy_file(self._x)
+            if len(x.shape) != 2 or 0 in x.shape:
+                raise DataError(f"{self._x} must be [nodes, features] with at least one of each, got {list(x.shape)}")
+            x.check_order()
+            self.held_bytes = x.nbytes if x.fortran else 0
+            return x.shape[0], x.shape[1]
         rows = columns = 0
         for text in _texts(self._x):
             first = _commas(text.split(b"\n", 1)[0]).strip()
