@@ -157,16 +157,14 @@ class Reader:
         return edge_index
 
     def labels(self, member: str, num_nodes: int) -> np.ndarray:
-        """Float64 [N]; empty lines and NaN mean unlabelled, -1."""
+        """Float64 [N]; NaN (unlabelled) where a line is empty."""
         labels = np.concatenate([np.zeros(0), *self.label_blocks(member)])
         self._fits(member, len(labels), num_nodes)
         return labels
 
     def label_blocks(self, member: str) -> Iterator[np.ndarray]:
         for before, text in numbered(self.texts(member)):
-            labels = labels_of(text, f"{member} in {self.where}", before)
-            labels[np.isnan(labels)] = -1
-            yield labels
+            yield labels_of(text, f"{member} in {self.where}", before)
 
     def ids(self, member: str, num_nodes: int) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.id_blocks(member, num_nodes)]))

@@ -31,6 +31,10 @@ def write_labels(source: Source, work: Workspace, advance: Advance) -> dict[str,
             "renumber them, for example with numpy.unique(y, return_inverse=True)"
         )
     num_classes = source.num_classes or largest + 1
+    if largest >= num_classes:
+        raise DataError(
+            f"{what} must hold labels below `num_classes` {num_classes}, got {largest}: give at least {largest + 1}"
+        )
     check_metric(source.metric, num_classes)
     with ArrayWriter(work.arrays / "y.npy", smallest("y", num_classes - 1)) as writer:
         for block in source.labels(SPAN):
@@ -59,13 +63,14 @@ def _class_range(source: Source, what: str) -> tuple[int, int]:
 
 
 def _whole(block: np.ndarray, first: int, what: str) -> np.ndarray:
-    """Int64 labels, -1 or a class."""
+    """Int64 labels, a class or -1; NaN becomes -1."""
     if block.dtype.kind == "f":
+        block = np.where(np.isnan(block), -1, block)
         wrong = ~np.isfinite(block) | (block != np.round(block))
         if wrong.any():
             node = int(wrong.argmax())
             raise DataError(
-                f"{what} must hold whole numbers (-1 = unlabelled), got {float(block[node]):g} for node "
+                f"{what} must hold whole numbers (-1 or NaN = unlabelled), got {float(block[node]):g} for node "
                 f"{first + node}: regression targets are not supported"
             )
     y = block.astype(np.int64)

@@ -76,7 +76,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def labels(self, size: int) -> Iterator[np.ndarray]:
-        """Pieces [n] of about `size` labels, whole numbers of any type, -1 = unlabelled."""
+        """Pieces [n] of about `size` labels, whole numbers of any type, -1 or NaN = unlabelled."""
 
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
         """Pieces bool [3, n, S] of about `size` nodes; None if there are no splits."""

@@ -143,12 +143,6 @@ class PapersSource(ArraySource):
         self._reader = Reader(archive.open, archive.names, path)
         self.held_bytes += 2 * self.num_nodes
 
-    def labels(self, size: int) -> Iterator[np.ndarray]:
-        for block in super().labels(size):
-            if block.dtype.kind == "f":
-                block = np.where(np.isnan(block), np.asarray(-1, block.dtype), block)
-            yield block
-
     def masks(self, size: int) -> Iterator[np.ndarray]:
         scheme = self._reader.scheme()
         names = [f"split/{scheme}/{part}.csv.gz" for part in ("train", "valid", "test")]

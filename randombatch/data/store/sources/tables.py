@@ -126,12 +126,10 @@ class TableSource(Source):
     def labels(self, size: int) -> Iterator[np.ndarray]:
         if self._y.suffix == ".npy":
             for block in npy_file(self._y).rows(size):
-                block = block.reshape(-1)
-                yield np.where(np.isnan(block), -1.0, block) if block.dtype.kind == "f" else block
+                yield block.reshape(-1)
             return
         for before, text in numbered(_texts(self._y)):
-            labels = labels_of(text, str(self._y), before)
-            yield np.where(np.isnan(labels), -1.0, labels)
+            yield labels_of(text, str(self._y), before)
 
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
         if self._parts is None:
