@@ -1,6 +1,7 @@
 """What can be refused without reading everything is refused before edges are sorted."""
 
 import itertools
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from test_source_ogb import as_zip, change, texts
 from randombatch import data
 
 pytest.importorskip("numba")
-from randombatch.data.store import open_source, prepare
+from randombatch.data.store import kernels, open_source, prepare
 from randombatch.data.store.sources import archive
+from randombatch.data.store.sources.stored import IdMasks
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 
@@ -107,3 +109,18 @@ def test_resumed_work_does_not_check_again(tmp_path: Path) -> None:
         prepare(open_source(path), tmp_path / "s", advance=advance)
     assert prepare(open_source(path), tmp_path / "s", advance=advance)["rows"][0]["resumed"]
     assert [stage for stage, _ in itertools.groupby(seen)] == ["labels", "splits", "edges", "sort", "features"]
+
+
+def test_ids_of_splits_take_one_byte_per_node() -> None:
+    """Whatever their number: a list is neither sorted nor copied to find an id that stands in it twice."""
+    kernels.warm()
+    ids = np.random.default_rng(0).permutation(300_000)
+    tracemalloc.start()
+    masks = IdMasks([[ids[:200_000], ids[200_000:]], [ids[:5]], [ids[5:9]]], ["train", "val", "test"], ids.size)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.1 * ids.size
+    (piece,) = masks.pieces(ids.size)
+    assert [part.sum() for part in piece] == [300_000, 5, 4]
+    with pytest.raises(data.DataError, match=rf"train must hold the id of every node once, got {ids[7]} twice"):
+        IdMasks([[ids[:9], ids[7:9]]], ["train"], ids.size)

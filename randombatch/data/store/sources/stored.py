@@ -10,10 +10,13 @@ from randombatch.data.graph import DataError
 from randombatch.data.npz import ROC_AUC
 from randombatch.data.ogb import Reader
 from randombatch.data.raw import MASKS
+from randombatch.data.store import kernels
 from randombatch.data.store.sources.archive import Archive, NpyArray, Npz, identity, readable
 from randombatch.data.store.sources.base import EdgeChunk, Source
 
 PAPERS_MARK = "raw/data.npz"
+# Bytes of text read together: with what they become, less than the least that is left for buffers.
+SPAN = 1 << 22
 
 
 def give(block: np.ndarray) -> np.ndarray:
@@ -113,14 +116,12 @@ class IdMasks:
         self._bits = np.zeros(num_nodes, np.uint8)
         for p, (blocks, name) in enumerate(zip(parts, names, strict=True)):
             for ids in blocks:
-                before, unique = self._bits[ids] >> p & 1, np.unique(ids)
-                if before.any() or unique.size < ids.size:
-                    twice = ids[before.astype(bool)] if before.any() else np.sort(ids)[1:][np.diff(np.sort(ids)) == 0]
+                twice = kernels.mark(self._bits, ids, p)
+                if twice >= 0:
                     raise DataError(
-                        f"{name} must hold the id of every node once, got {twice[0]} twice: is it a mask, one number "
+                        f"{name} must hold the id of every node once, got {ids[twice]} twice: is it a mask, one number "
                         "for each node? Then write numpy.flatnonzero(mask)"
                     )
-                self._bits[ids] |= 1 << p
 
     def pieces(self, size: int) -> Iterator[np.ndarray]:
         for start in range(0, self._bits.size, size):
@@ -140,7 +141,7 @@ class PapersSource(ArraySource):
         self.set_arrays(
             data.array("node_feat"), data.array("edge_index"), archive.npz("raw/node-label.npz").array("node_label")
         )
-        self._reader = Reader(archive.open, archive.names, path)
+        self._reader = Reader(archive.open, archive.names, path, SPAN)
         self.held_bytes += 2 * self.num_nodes
 
     def masks(self, size: int) -> Iterator[np.ndarray]:

@@ -18,11 +18,10 @@ from randombatch.data.store import kernels
 from randombatch.data.store.layout import PARTS
 from randombatch.data.store.sources.archive import identity, npy_file, readable
 from randombatch.data.store.sources.base import EdgeChunk, Source
-from randombatch.data.store.sources.stored import IdMasks, give
+from randombatch.data.store.sources.stored import SPAN, IdMasks, give
 from randombatch.data.text import blocks_of_lines, count_lines, labels_of, numbered, table_of
 
 SUFFIXES = (".npy", *(kind + packed for kind in (".csv", ".tsv", ".txt") for packed in ("", ".gz")))
-SPAN = 1 << 22
 
 
 def find_table(folder: Path, stem: str) -> Path | None:
