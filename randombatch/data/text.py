@@ -88,7 +88,7 @@ def table_of(text: bytes, what: str, before: int, dtype: type, columns: int | No
         cells = content.split(b",")
         columns = columns or len(cells)
         if len(cells) != columns or not all(_is_number(cell, number) for cell in cells):
-            kind = "whole numbers" if number is int else "numbers"
+            kind = ("whole number" if number is int else "number") + ("s" if columns > 1 else "")
             raise DataError(
                 f"{what} must hold {columns} {kind} in each line, got {_shown(content)} in line {line}: mend it"
             )

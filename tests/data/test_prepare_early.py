@@ -81,6 +81,10 @@ def test_masks(tmp_path: Path) -> None:
         (change("raw/node-label.csv.gz", lambda t: t.replace("4", "four")), "got 'four' in line 5"),
         (change("raw/node-label.csv.gz", lambda t: t[2:]), "has 29 labels, expected 30"),
         (change("split/time/valid.csv.gz", lambda t: t + "30\n"), "must hold ids from 0 to 29, got 30"),
+        (
+            change("split/time/train.csv.gz", lambda t: t + "x\n"),
+            "must hold 1 whole number in each line, got 'x' in line 16",
+        ),
         ({k: v for k, v in texts().items() if "node-label" not in k}, "has no raw/node-label.csv.gz"),
         ({k: v for k, v in texts().items() if "split" not in k}, r"must hold one split .* found none"),
     ],

@@ -12,7 +12,7 @@ from test_prepare import papers, write_tables
 from randombatch import data
 
 pytest.importorskip("numba")
-from randombatch.data.store import from_data, open_source, prepare, write_store
+from randombatch.data.store import Store, from_data, open_source, prepare, write_store
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 
@@ -43,7 +43,7 @@ def test_nan_is_unlabelled(tmp_path: Path, kind: str, dtype: Any) -> None:
             "papers": lambda: papers(tmp_path / "g", arrays),
         }[kind]()
         prepare(open_source(path), tmp_path / "s")
-        store = data.store.Store.open(tmp_path / "s")
+        store = Store.open(tmp_path / "s")
     equal(store, graph_of(arrays, tmp_path))
 
 
@@ -106,3 +106,18 @@ def test_types_that_are_refused(tmp_path: Path, changes: dict[str, torch.Tensor]
 def test_more_classes_than_stated(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match="`y` must hold labels below `num_classes` 3, got 4: give at least 5"):
         write_store(tmp_path / "s", **random_arrays(), num_classes=3)
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "papers"])
+def test_half_precision_is_kept(tmp_path: Path, kind: str) -> None:
+    """Unless the caller chooses, features have the type of the source."""
+    arrays = random_arrays(splits=1)
+    arrays["x"] = arrays["x"].astype(np.float16)
+    path = {
+        "npz": lambda: as_npz(tmp_path / "g.npz", arrays),
+        "npy": lambda: write_tables(tmp_path / "g", arrays, ".npy"),
+        "papers": lambda: papers(tmp_path / "g", arrays),
+    }[kind]()
+    prepare(open_source(path), tmp_path / "s")
+    assert Store.open(tmp_path / "s").x.dtype == np.float16
+    equal(Store.open(tmp_path / "s"), graph_of(arrays, tmp_path))

@@ -75,6 +75,7 @@ class NpzSource(ArraySource):
         found = [name for name in MASKS if name in file.keys]
         self._masks = [file.array(name) for name in MASKS] if found else None
         for mask in self._masks or []:
+            self.held_bytes += mask.nbytes if mask.fortran else 0
             if len(mask.shape) not in (1, 2) or mask.shape[0] != self.num_nodes or 0 in mask.shape:
                 raise DataError(
                     f"{mask.what} must be [{self.num_nodes}] or [{self.num_nodes}, splits], got {list(mask.shape)}"

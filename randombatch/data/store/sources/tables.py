@@ -77,6 +77,7 @@ class TableSource(Source):
                 raise DataError(f"{self._x} must be [nodes, features] with at least one of each, got {list(x.shape)}")
             x.check_order()
             self.held_bytes = x.nbytes if x.fortran else 0
+            self.feature_dtype = "float16" if x.dtype == np.float16 else "float32"
             return x.shape[0], x.shape[1]
         rows = columns = 0
         for text in _texts(self._x):
