@@ -9,7 +9,6 @@ Text is parsed 16 MB at a time, so that memory is little more than the arrays th
 edges or 12 million feature values a second.
 """
 
-import io
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -22,7 +21,7 @@ from randombatch.data.files import fetch, find
 from randombatch.data.graph import DataError
 from randombatch.data.raw import Raw, check_edges
 from randombatch.data.splits import masks_of
-from randombatch.data.text import blocks_of_lines
+from randombatch.data.text import blocks_of_lines, labels_of, numbered, table_of
 
 NAMES = ("ogbn-arxiv", "ogbn-products")
 URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
@@ -50,8 +49,8 @@ def locate(name: str, root: Path) -> Path:
 
 
 def is_ogb(path: Path) -> bool:
-    """A zip file, or a folder with `raw/edge.csv.gz`."""
-    return path.suffix == ".zip" or (path / MARK).is_file()
+    """A zip file, or a folder with `raw/edge.csv.gz`, also unpacked."""
+    return path.suffix == ".zip" or any((path / name).is_file() for name in (MARK, MARK.removesuffix(".gz")))
 
 
 def read_path(path: Path, name: str | None = None) -> Raw:
@@ -95,8 +94,8 @@ def _read(name: str, opener: Opener, names: list[str], where: Path) -> Raw:
 class Reader:
     """Members of one raw folder or archive."""
 
-    def __init__(self, opener: Opener, names: list[str], where: Path) -> None:
-        self.opener, self.names, self.where = opener, names, where
+    def __init__(self, opener: Opener, names: list[str], where: Path, span: int | None = None) -> None:
+        self.opener, self.names, self.where, self.span = opener, names, where, span or SPAN
 
     def scheme(self) -> str:
         """The folder of the split: OGB's own scheme, else the only one there is."""
@@ -108,22 +107,19 @@ class Reader:
             )
         return known[0]
 
-    def texts(self, member: str) -> Iterator[bytes]:
-        """Whole lines, about 16 MB at a time."""
-        if member not in self.names:
+    def texts(self, member: str, span: int | None = None) -> Iterator[bytes]:
+        """Whole lines, about `span` bytes at a time; in a folder also of a file that was unpacked."""
+        packed = member in self.names
+        name = member if packed else member.removesuffix(".gz")
+        if not packed and not (self.where / name).is_file():
             raise DataError(f"{self.where} has no {member}: it is incomplete, fetch it again")
-        yield from blocks_of_lines(lambda: self.opener(member), f"{member} in {self.where}", packed=True, span=SPAN)
+        what = f"{name} in {self.where}"
+        yield from blocks_of_lines(lambda: self.opener(name), what, packed=packed, span=span or self.span)
 
     def blocks(self, member: str, dtype: type) -> Iterator[np.ndarray]:
         """Rows as arrays [n, columns]."""
-        row = 0
-        for text in self.texts(member):
-            try:
-                block: np.ndarray = np.loadtxt(io.BytesIO(text), dtype=dtype, delimiter=",", comments=None, ndmin=2)
-            except ValueError as error:
-                raise DataError(f"{member} in {self.where}: {error} (counted from row {row})") from None
-            row += len(block)
-            yield block
+        for before, text in numbered(self.texts(member)):
+            yield table_of(text, f"{member} in {self.where}", before, dtype)
 
     def count(self, member: str) -> int:
         values = np.concatenate([np.zeros((0, 1), np.int64), *self.blocks(member, np.int64)])
@@ -161,20 +157,14 @@ class Reader:
         return edge_index
 
     def labels(self, member: str, num_nodes: int) -> np.ndarray:
-        """Float64 [N]; empty lines and NaN mean unlabelled, -1."""
+        """Float64 [N]; NaN (unlabelled) where a line is empty."""
         labels = np.concatenate([np.zeros(0), *self.label_blocks(member)])
         self._fits(member, len(labels), num_nodes)
         return labels
 
     def label_blocks(self, member: str) -> Iterator[np.ndarray]:
-        for text in self.texts(member):
-            lines = [line.strip() or b"nan" for line in text.removesuffix(b"\n").split(b"\n")]
-            try:
-                labels = np.array(lines).astype(np.float64)
-            except ValueError as error:
-                raise DataError(f"{member} in {self.where} must hold one label per line ({error})") from None
-            labels[np.isnan(labels)] = -1
-            yield labels
+        for before, text in numbered(self.texts(member)):
+            yield labels_of(text, f"{member} in {self.where}", before)
 
     def ids(self, member: str, num_nodes: int) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.id_blocks(member, num_nodes)]))

@@ -134,18 +134,19 @@ def check_features(values: np.ndarray | Tensor) -> Tensor:
 
 
 def check_labels(values: np.ndarray | Tensor, num_nodes: int) -> Tensor:
-    """Int64 [N], classes from 0, -1 = unlabelled, at least two classes."""
+    """Int64 [N], classes from 0, -1 (or NaN) = unlabelled, at least two classes."""
     y = as_tensor(values, "y")
     if y.dim() == 2 and y.size(1) == 1:
         y = y.squeeze(1)
     if y.dim() != 1 or y.size(0) != num_nodes:
         raise DataError(f"`y` must be [{num_nodes}], one label for each row of `x`, got {shape(y)}")
     if y.is_floating_point():
+        y = y.masked_fill(y.isnan(), -1)
         wrong = (y != y.round()) | ~torch.isfinite(y)
         if wrong.any():
             node = int(wrong.nonzero()[0])
             raise DataError(
-                f"`y` must hold whole numbers (-1 = unlabelled), got {float(y[node]):g} for node {node}: "
+                f"`y` must hold whole numbers (-1 or NaN = unlabelled), got {float(y[node]):g} for node {node}: "
                 "regression targets are not supported"
             )
     y = y.long()

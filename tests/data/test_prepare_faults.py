@@ -66,7 +66,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "SECONDS_BETWEEN_NOTES", 0.0)
 
 
-@pytest.mark.parametrize("stage", ["edges", "sort", "features", "labels", "splits"])
+@pytest.mark.parametrize("stage", ["labels", "splits", "edges", "sort", "features"])
 def test_killed_and_resumed(tmp_path: Path, small_pieces: None, stage: str) -> None:
     """kill -9 in each stage: no store, no half store, and the second call ends with the bytes of an undisturbed one."""
     make(tmp_path / "whole")
@@ -86,7 +86,7 @@ def test_killed_and_resumed(tmp_path: Path, small_pieces: None, stage: str) -> N
     assert make(tmp_path / "s", lambda name, done, total: drawn.append(name))["resumed"]
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "whole"]
-    order = ["edges", "sort", "features", "labels", "splits"]
+    order = ["labels", "splits", "edges", "sort", "features"]
     assert set(drawn) <= set(order[order.index(stage) :]), "a finished stage was done again"
     if stage in ("edges", "features"):
         assert 0 < drawn.count(stage) <= (24 if stage == "edges" else 20) - 3, "the stage began anew"

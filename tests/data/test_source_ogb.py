@@ -120,8 +120,11 @@ def change(name: str, edit: Callable[[str], str]) -> dict[str, str]:
             change("raw/edge.csv.gz", lambda text: text[: text.index("\n") + 1]),
             "has 1 rows, expected 70: it is incomplete",
         ),
-        (change("raw/edge.csv.gz", lambda text: text + "1\n"), "raw/edge.csv.gz .*number of columns changed"),
-        (change("raw/edge.csv.gz", lambda text: "a,b\n" + text), "raw/edge.csv.gz .*could not convert string 'a'"),
+        (
+            change("raw/edge.csv.gz", lambda text: text + "1\n"),
+            r"raw/edge.csv.gz .*2 whole numbers in each line, got '1' in line 71",
+        ),
+        (change("raw/edge.csv.gz", lambda text: "a,b\n" + text), "raw/edge.csv.gz .*got 'a,b' in line 1: mend it"),
         (change("raw/node-feat.csv.gz", lambda text: text + "1,2,3,4\n"), "has 31 or more rows, expected 30"),
         (
             change("raw/node-feat.csv.gz", lambda text: "nan,0,0,0\n" + text[text.index("\n") + 1 :]),

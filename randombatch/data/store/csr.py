@@ -118,13 +118,20 @@ def partition(
             if work.due():
                 work.note("partition", {**state, "lengths": files.lengths})
         state |= {"lengths": files.lengths, "done": True}
-    if state["bad"] and not skip_bad:
-        raise DataError(
-            f"{source.where} has {state['bad']} bad lines of {state['lines']}, the first is {state['first_bad']}: mend "
-            "them, or go on without them by --skip-bad"
-        )
+    _check_edges(source, state, skip_bad)
     work.note("partition", state)
     return state
+
+
+def _check_edges(source: Source, state: dict[str, Any], skip_bad: bool) -> None:
+    what, found, stated = source.called("edges"), state["edges"], source.stated_edges
+    if state["bad"] and not skip_bad:
+        raise DataError(
+            f"{what} has {state['bad']} bad lines of {state['lines']}, the first is {state['first_bad']}: mend them, "
+            "or go on without them by --skip-bad"
+        )
+    if stated is not None and not found <= stated <= found + state["bad"]:
+        raise DataError(f"{what} has {found} edges, expected {stated}: it is incomplete or changed, fetch it again")
 
 
 def _count(state: dict[str, Any], part: Grouped) -> None:

@@ -24,16 +24,16 @@ def write_features(source: Source, dtype: str, plan: Plan, work: Workspace, adva
     state = work.stage("features")
     if state.get("done"):
         return state["entry"]
-    columns = source.num_features
+    columns, what = source.num_features, source.called("x")
     rows = max(1, plan.chunk_bytes // (4 * columns))
     chunks = state.get("chunks", 0)
     with ArrayWriter(work.arrays / "x.npy", dtype, columns, state.get("x")) as writer:
-        tasks = (partial(_converted, task, dtype, columns) for task in source.features(rows, chunks))
+        tasks = (partial(_converted, task, dtype, columns, what) for task in source.features(rows, chunks))
         for block, bad in in_order(tasks, AHEAD):
             if bad >= 0:
                 hint = ", or try --features float32" if dtype == "float16" else ""
                 raise DataError(
-                    f"`x` must be finite as {dtype}, got NaN or infinity in row {writer.rows + bad}: fill or drop "
+                    f"{what} must be finite as {dtype}, got NaN or infinity in row {writer.rows + bad}: fill or drop "
                     f"such rows{hint}"
                 )
             writer.append(block)
@@ -46,22 +46,22 @@ def write_features(source: Source, dtype: str, plan: Plan, work: Workspace, adva
         if writer.rows != source.num_nodes:
             more = " or more" if writer.rows > source.num_nodes else ""
             raise DataError(
-                f"{source.where} has {writer.rows}{more} rows of features, expected {source.num_nodes}: "
-                "it is incomplete or changed, fetch it again"
+                f"{what} has {writer.rows}{more} rows of features, expected {source.num_nodes}, one for each "
+                "node: it is incomplete or changed, write or fetch it again"
             )
         entry = writer.finish()
     work.note("features", {"done": True, "entry": entry})
     return entry
 
 
-def _converted(task: Callable[[], np.ndarray], dtype: str, columns: int) -> tuple[np.ndarray, int]:
+def _converted(task: Callable[[], np.ndarray], dtype: str, columns: int, what: str) -> tuple[np.ndarray, int]:
     """One piece in the type of the store, and its first row that is not finite in it (-1: none).
 
     torch converts to float16 several times faster than NumPy.
     """
     block = task()
     if block.ndim != 2 or block.shape[1] != columns:
-        raise DataError(f"features must have {columns} columns in every row, got {list(block.shape)}")
+        raise DataError(f"{what} must have {columns} columns in every row, got {list(block.shape)}")
     single = np.require(block, np.float32, ["C", "W"])
     limit = LARGEST[dtype]
     # NaN makes both comparisons false.

@@ -104,6 +104,7 @@ def warm() -> None:
     regroup(keys, 0, 1, starts, keys.copy())
     compress(keys, 1, 0, starts, keys.view(np.int32))
     parse_edges(np.frombuffer(b"0 0\n", np.uint8), 1, edges)
+    mark(np.zeros(1, np.uint8), np.zeros(1, np.int64), 0)
 
 
 SPACE, TAB, LINE, RETURN, COMMA, SEMICOLON, HASH, PERCENT, ZERO = 32, 9, 10, 13, 44, 59, 35, 37, 48
@@ -166,6 +167,16 @@ def parse_edges(text, num_nodes, edges):
         edges[0, count], edges[1, count] = a, b
         count += 1
     return count, lines, bad, first, where
+
+
+@compiled
+def mark(bits, ids, place):
+    """Set one bit of `bits` uint8 [N] for every id; where the first id stands whose bit is set already, -1 if none."""
+    for k in range(ids.size):
+        if (bits[ids[k]] >> place) & 1:
+            return k
+        bits[ids[k]] |= 1 << place
+    return -1
 
 
 @compiled

@@ -1,7 +1,8 @@
 """From a source to a store, in bounded memory, resumable, all or nothing.
 
-Stages: edges into buckets, buckets into the CSR, features, labels, splits. Edges come first, so that the buckets are
-gone before the features need their room on the disk.
+Stages: labels, splits, edges into buckets, buckets into the CSR, features. Labels and splits are small: what is wrong
+with them is found before the long work begins. Edges come before features, so that the buckets are gone before the
+features need their room on the disk.
 """
 
 import shutil
@@ -91,6 +92,9 @@ def _run(
         began = time.perf_counter()
         work.note("seconds", seconds)
 
+    labels = write_labels(source, work, advance)
+    splits = write_splits(source, work, labels, advance)
+    lap("labels and splits")
     edges = partition(source, keys, plan, undirected, skip_bad, work, advance)
     lap("edges")
     csr = merge(keys, edges, plan, work, advance)
@@ -99,9 +103,6 @@ def _run(
     lap("sort")
     x = write_features(source, features, plan, work, advance)
     lap("features")
-    labels = write_labels(source, work, advance)
-    splits = write_splits(source, work, labels, advance)
-    lap("labels and splits")
     arrays = {"x": x, "indptr": csr["indptr"], "indices": csr["indices"], "y": labels["entry"], **splits["entries"]}
     kept = sum(edges["lengths"]) // KEY
     description = {
@@ -134,9 +135,9 @@ def _plan(source: Source, work: Workspace, max_memory: int, undirected: bool, fe
 def _check_disk(source: Source, work: Workspace, arcs: int, features: str) -> None:
     """Refuse at the start what cannot fit."""
     x = source.num_nodes * source.num_features * (2 if features == "float16" else 4)
-    indptr = (source.num_nodes + 1) * smallest("indptr", arcs).itemsize
-    small = indptr + source.num_nodes * (2 + 4 * source.default_splits)
-    needed = max(KEY * arcs + indptr, arcs * smallest("indices", source.num_nodes - 1).itemsize + x + small)
+    small = (source.num_nodes + 1) * smallest("indptr", arcs).itemsize
+    small += source.num_nodes * (2 + 4 * source.default_splits)
+    needed = small + max(KEY * arcs, arcs * smallest("indices", source.num_nodes - 1).itemsize + x)
     free = shutil.disk_usage(work.folder).free + work.used()
     if needed > free:
         raise DataError(

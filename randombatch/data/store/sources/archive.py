@@ -188,6 +188,11 @@ class NpyArray:
                 f"{length}: it is damaged, write or fetch it again"
             )
 
+    def check_order(self) -> None:
+        """Refuse what cannot be read by rows."""
+        if self.fortran and self.nbytes > WHOLE:
+            raise DataError(f"{self.what} is stored in column order: save numpy.ascontiguousarray of it")
+
     def rows(self, size: int, first: int = 0) -> Iterator[np.ndarray]:
         """Pieces of `size` rows from piece number `first` on."""
         count = self.shape[0]
@@ -220,8 +225,7 @@ class NpyArray:
                     yield np.stack([self._read(one, n), self._read(two, n)])
 
     def _whole(self) -> np.ndarray:
-        if self.nbytes > WHOLE:
-            raise DataError(f"{self.what} is stored in column order: save numpy.ascontiguousarray of it")
+        self.check_order()
         with readable(self.what), self.opener() as file:
             self._jump(file, 0)
             return self._read(file, self.nbytes // self.dtype.itemsize).reshape(self.shape[::-1]).T

@@ -41,6 +41,7 @@ class Source(abc.ABC):
         num_nodes, num_features: N and F.
         num_classes: None = largest label + 1.
         edge_bound: there are at most (for text: about) so many edges.
+        stated_edges: how many edges the source says it has, beside those themselves; None if it does not.
         feature_dtype: "float16" or "float32", what features are stored as unless the caller chooses.
         fractions, default_splits: of the random splits that are drawn where `masks` is None.
         held_bytes: what the source keeps in memory, whatever the size of pieces.
@@ -53,12 +54,17 @@ class Source(abc.ABC):
     num_features: int
     edge_bound: int
     num_classes: int | None = None
+    stated_edges: int | None = None
     metric: str = "accuracy"
     feature_dtype: str = "float32"
     fractions: tuple[float, float] = (0.5, 0.25)
     default_splits: int = 5
     held_bytes: int = 0
     warnings: tuple[str, ...] = ()
+
+    def called(self, part: str) -> str:
+        """What messages call its `edges`, `x` or `y`."""
+        return f"`{part}`"
 
     @abc.abstractmethod
     def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
@@ -70,7 +76,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def labels(self, size: int) -> Iterator[np.ndarray]:
-        """Pieces [n] of about `size` labels, whole numbers of any type, -1 = unlabelled."""
+        """Pieces [n] of about `size` labels, whole numbers of any type, -1 or NaN = unlabelled."""
 
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
         """Pieces bool [3, n, S] of about `size` nodes; None if there are no splits."""

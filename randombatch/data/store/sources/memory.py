@@ -1,7 +1,7 @@
 """Graphs that are in memory already: arrays, tensors, a `Data` of PyTorch Geometric, or what a small source read."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from randombatch.data.graph import DataError
 from randombatch.data.raw import MASKS, Raw, as_tensor, check_masks
 from randombatch.data.store.sources.base import EdgeChunk, Source
-from randombatch.data.store.sources.stored import give
 
 
 class MemorySource(Source):
@@ -29,9 +28,13 @@ class MemorySource(Source):
         for values, what in ((x, "x"), (edges, "edge_index"), (y, "y")):
             if values.layout != torch.strided:
                 raise DataError(f"`{what}` must be a dense tensor, got {values.layout}: give {what}.to_dense()")
+            if values.is_complex() or values.is_quantized:
+                raise DataError(
+                    f"`{what}` must hold plain numbers, got {values.dtype}: convert it, for example to float"
+                )
         if x.dim() != 2 or not x.numel():
             raise DataError(f"`x` must be [nodes, features] with at least one of each, got {list(x.shape)}")
-        if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():
+        if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point() or edges.dtype == torch.bool:
             raise DataError(f"`edge_index` must be integers [2, edges], got {edges.dtype} {list(edges.shape)}")
         if y.numel() != x.size(0) or y.dim() not in (1, 2):
             raise DataError(f"`y` must be [{x.size(0)}], one label for each row of `x`, got {list(y.shape)}")
@@ -40,14 +43,17 @@ class MemorySource(Source):
         self.metric, self.warnings = raw.metric, raw.warnings
         self.fractions, self.default_splits = raw.fractions, raw.default_splits
         self.feature_dtype = "float16" if str(x.dtype) == "torch.float16" else "float32"
-        self._parts = None if raw.masks is None else [m.numpy() for m in check_masks(raw.masks, y.view(-1).long())]
+        if y.is_floating_point():
+            self._y = y = y.double().masked_fill(y.isnan(), -1)
+        self._parts = None if raw.masks is None else check_masks(raw.masks, y.reshape(-1).long())
         self.identity = {"content": self._digest()}
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
         for values in (self._x, self._edges, self._y, *(self._parts or ())):
             digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
-            digest.update(np.ascontiguousarray(values).data)
+            known = values if _in_numpy(values) else values.contiguous().view(torch.uint8)
+            digest.update(np.ascontiguousarray(known).data)
         return digest.hexdigest()
 
     def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
@@ -56,7 +62,11 @@ class MemorySource(Source):
 
     def features(self, size: int, first: int = 0) -> Iterator[Callable[[], np.ndarray]]:
         for start in range(first * size, self.num_nodes, size):
-            yield partial(give, self._x[start : start + size].numpy())
+            yield partial(self._rows, start, start + size)
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        rows = self._x[start:stop]
+        return (rows if _in_numpy(rows) else rows.float()).numpy()
 
     def labels(self, size: int) -> Iterator[np.ndarray]:
         for start in range(0, self.num_nodes, size):
@@ -65,9 +75,14 @@ class MemorySource(Source):
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
         return None if self._parts is None else self._masks_of(self._parts, size)
 
-    def _masks_of(self, parts: list[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    def _masks_of(self, parts: Sequence[torch.Tensor], size: int) -> Iterator[np.ndarray]:
         for start in range(0, self.num_nodes, size):
-            yield np.stack([part[start : start + size] for part in parts])
+            yield np.stack([part[start : start + size].numpy() for part in parts])
+
+
+def _in_numpy(values: torch.Tensor) -> bool:
+    """NumPy has no bfloat16, nor floats of one byte."""
+    return not values.is_floating_point() or values.dtype in (torch.float16, torch.float32, torch.float64)
 
 
 def raw_of_data(data: Any, name: str) -> Raw:

@@ -10,10 +10,13 @@ from randombatch.data.graph import DataError
 from randombatch.data.npz import ROC_AUC
 from randombatch.data.ogb import Reader
 from randombatch.data.raw import MASKS
+from randombatch.data.store import kernels
 from randombatch.data.store.sources.archive import Archive, NpyArray, Npz, identity, readable
 from randombatch.data.store.sources.base import EdgeChunk, Source
 
 PAPERS_MARK = "raw/data.npz"
+# Bytes of text read together: with what they become, less than the least that is left for buffers.
+SPAN = 1 << 22
 
 
 def give(block: np.ndarray) -> np.ndarray:
@@ -38,12 +41,16 @@ class ArraySource(Source):
             raise DataError(f"{edge_index.what} must hold integers, got {edge_index.dtype}")
         if y.shape not in ((x.shape[0],), (x.shape[0], 1)):
             raise DataError(f"{y.what} must be [{x.shape[0]}], one label for each row of features, got {list(y.shape)}")
+        x.check_order()
         self.x, self.edge_index, self.y = x, edge_index, y
         self.num_nodes, self.num_features = x.shape
         self.edge_bound = edge_index.shape[1]
         self.feature_dtype = "float16" if x.dtype == np.float16 else "float32"
         if x.fortran:
             self.held_bytes = x.nbytes
+
+    def called(self, part: str) -> str:
+        return {"edges": self.edge_index, "x": self.x, "y": self.y}[part].what
 
     def edges(self, size: int, first: int = 0) -> Iterator[Callable[[], EdgeChunk]]:
         for number, edges in enumerate(self.edge_index.pairs(size, first), first):
@@ -68,6 +75,7 @@ class NpzSource(ArraySource):
         found = [name for name in MASKS if name in file.keys]
         self._masks = [file.array(name) for name in MASKS] if found else None
         for mask in self._masks or []:
+            self.held_bytes += mask.nbytes if mask.fortran else 0
             if len(mask.shape) not in (1, 2) or mask.shape[0] != self.num_nodes or 0 in mask.shape:
                 raise DataError(
                     f"{mask.what} must be [{self.num_nodes}] or [{self.num_nodes}, splits], got {list(mask.shape)}"
@@ -109,14 +117,12 @@ class IdMasks:
         self._bits = np.zeros(num_nodes, np.uint8)
         for p, (blocks, name) in enumerate(zip(parts, names, strict=True)):
             for ids in blocks:
-                before, unique = self._bits[ids] >> p & 1, np.unique(ids)
-                if before.any() or unique.size < ids.size:
-                    twice = ids[before.astype(bool)] if before.any() else np.sort(ids)[1:][np.diff(np.sort(ids)) == 0]
+                twice = kernels.mark(self._bits, ids, p)
+                if twice >= 0:
                     raise DataError(
-                        f"{name} must hold the id of every node once, got {twice[0]} twice: is it a mask, one number "
+                        f"{name} must hold the id of every node once, got {ids[twice]} twice: is it a mask, one number "
                         "for each node? Then write numpy.flatnonzero(mask)"
                     )
-                self._bits[ids] |= 1 << p
 
     def pieces(self, size: int) -> Iterator[np.ndarray]:
         for start in range(0, self._bits.size, size):
@@ -136,14 +142,8 @@ class PapersSource(ArraySource):
         self.set_arrays(
             data.array("node_feat"), data.array("edge_index"), archive.npz("raw/node-label.npz").array("node_label")
         )
-        self._reader = Reader(archive.open, archive.names, path)
+        self._reader = Reader(archive.open, archive.names, path, SPAN)
         self.held_bytes += 2 * self.num_nodes
-
-    def labels(self, size: int) -> Iterator[np.ndarray]:
-        for block in super().labels(size):
-            if block.dtype.kind == "f":
-                block = np.where(np.isnan(block), np.asarray(-1, block.dtype), block)
-            yield block
 
     def masks(self, size: int) -> Iterator[np.ndarray]:
         scheme = self._reader.scheme()

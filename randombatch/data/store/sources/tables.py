@@ -6,7 +6,6 @@ comments. `x` has one row per node, `y` one label (empty or nan: none), a part o
 """
 
 import gzip
-import io
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,11 +18,10 @@ from randombatch.data.store import kernels
 from randombatch.data.store.layout import PARTS
 from randombatch.data.store.sources.archive import identity, npy_file, readable
 from randombatch.data.store.sources.base import EdgeChunk, Source
-from randombatch.data.store.sources.stored import IdMasks, give
-from randombatch.data.text import blocks_of_lines
+from randombatch.data.store.sources.stored import SPAN, IdMasks, give
+from randombatch.data.text import blocks_of_lines, count_lines, labels_of, numbered, table_of
 
 SUFFIXES = (".npy", *(kind + packed for kind in (".csv", ".tsv", ".txt") for packed in ("", ".gz")))
-SPAN = 1 << 22
 
 
 def find_table(folder: Path, stem: str) -> Path | None:
@@ -52,7 +50,10 @@ class TableSource(Source):
         self.num_nodes, self.num_features = self._shape()
         self.edge_bound = self._count_edges()
         # Blocks of text with what they become, and one byte per node for the split.
-        self.held_bytes = 24 * SPAN + (self.num_nodes if parts else 0)
+        self.held_bytes += 24 * SPAN + (self.num_nodes if parts else 0)
+
+    def called(self, part: str) -> str:
+        return str({"edges": self._edges, "x": self._x, "y": self._y}[part])
 
     @classmethod
     def of_folder(cls, folder: Path) -> "TableSource":
@@ -71,15 +72,18 @@ class TableSource(Source):
 
     def _shape(self) -> tuple[int, int]:
         if self._x.suffix == ".npy":
-            shape = npy_file(self._x).shape
-            if len(shape) != 2 or 0 in shape:
-                raise DataError(f"{self._x} must be [nodes, features] with at least one of each, got {list(shape)}")
-            return shape[0], shape[1]
+            x = npy_file(self._x)
+            if len(x.shape) != 2 or 0 in x.shape:
+                raise DataError(f"{self._x} must be [nodes, features] with at least one of each, got {list(x.shape)}")
+            x.check_order()
+            self.held_bytes = x.nbytes if x.fortran else 0
+            self.feature_dtype = "float16" if x.dtype == np.float16 else "float32"
+            return x.shape[0], x.shape[1]
         rows = columns = 0
         for text in _texts(self._x):
             first = _commas(text.split(b"\n", 1)[0]).strip()
             columns = columns or (0 if first[:1] in (b"", b"#") else first.count(b",") + 1)
-            rows += text.count(b"\n") + (not text.endswith(b"\n"))
+            rows += count_lines(text)
         if rows and not columns:
             raise DataError(f"{self._x} must begin with a row of numbers, got an empty line or a comment")
         if not rows:
@@ -108,36 +112,24 @@ class TableSource(Source):
             for number, edges in enumerate(npy_file(self._edges).pairs(size, first), first):
                 yield partial(EdgeChunk, edges, first=number * size)
             return
-        for text in itertools.islice(_texts(self._edges), first, None):
-            yield partial(self._parsed, text)
-
-    def _parsed(self, text: bytes) -> EdgeChunk:
-        edges = np.empty((2, len(text) // 4 + 1), np.int64)
-        count, lines, bad, first, where = kernels.parse_edges(np.frombuffer(text, np.uint8), self.num_nodes, edges)
-        shown = text[where : where + 60].split(b"\n", 1)[0].decode(errors="replace").strip()
-        return EdgeChunk(edges[:, :count], lines=lines, bad=bad, first_bad=(first, shown))
+        for text in itertools.islice(_texts(self._edges, text_span(size)), first, None):
+            yield partial(edges_of_text, text, self.num_nodes)
 
     def features(self, size: int, first: int = 0) -> Iterator[Callable[[], np.ndarray]]:
         if self._x.suffix == ".npy":
             for block in npy_file(self._x).rows(size, first):
                 yield partial(give, block)
             return
-        for text in itertools.islice(_texts(self._x), first, None):
-            yield partial(_numbers, text, self._x)
+        for before, text in numbered(_texts(self._x), first):
+            yield partial(_numbers, text, self._x, before, self.num_features)
 
     def labels(self, size: int) -> Iterator[np.ndarray]:
         if self._y.suffix == ".npy":
             for block in npy_file(self._y).rows(size):
-                block = block.reshape(-1)
-                yield np.where(np.isnan(block), -1.0, block) if block.dtype.kind == "f" else block
+                yield block.reshape(-1)
             return
-        for text in _texts(self._y):
-            lines = [line.strip() or b"nan" for line in text.removesuffix(b"\n").split(b"\n")]
-            try:
-                labels = np.array(lines).astype(np.float64)
-            except ValueError as error:
-                raise DataError(f"{self._y} must hold one label per line ({error})") from None
-            yield np.where(np.isnan(labels), -1.0, labels)
+        for before, text in numbered(_texts(self._y)):
+            yield labels_of(text, str(self._y), before)
 
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
         if self._parts is None:
@@ -146,8 +138,8 @@ class TableSource(Source):
         return IdMasks(blocks, [str(path) for path in self._parts], self.num_nodes).pieces(size)
 
     def _id_blocks(self, path: Path) -> Iterator[np.ndarray]:
-        npy = path.suffix == ".npy"
-        for block in npy_file(path).rows(SPAN // 8) if npy else (_numbers(text, path) for text in _texts(path)):
+        texts = (_numbers(text, path, before) for before, text in numbered(_texts(path)))
+        for block in npy_file(path).rows(SPAN // 8) if path.suffix == ".npy" else texts:
             ids = block.reshape(-1)
             if ids.dtype == bool:
                 raise DataError(f"{path} must hold ids of nodes, got true and false: write numpy.flatnonzero(mask)")
@@ -157,9 +149,21 @@ class TableSource(Source):
             yield ids.astype(np.int64)
 
 
-def _texts(path: Path) -> Iterator[bytes]:
+def text_span(edges: int | None = None) -> int:
+    """Bytes of text read together; so few that they hold no more than `edges` edges, the shortest being `0 1`."""
+    return SPAN if edges is None else min(SPAN, 4 * edges)
+
+
+def edges_of_text(text: bytes, num_nodes: int) -> EdgeChunk:
+    edges = np.empty((2, len(text) // 4 + 1), np.int64)
+    count, lines, bad, first, where = kernels.parse_edges(np.frombuffer(text, np.uint8), num_nodes, edges)
+    shown = text[where : where + 60].split(b"\n", 1)[0].decode(errors="replace").strip()
+    return EdgeChunk(edges[:, :count], lines=lines, bad=bad, first_bad=(first, shown))
+
+
+def _texts(path: Path, span: int | None = None) -> Iterator[bytes]:
     with readable(str(path)):
-        yield from blocks_of_lines(lambda: path.open("rb"), str(path), path.suffix == ".gz", SPAN)
+        yield from blocks_of_lines(lambda: path.open("rb"), str(path), path.suffix == ".gz", span or SPAN)
 
 
 def _commas(text: bytes) -> bytes:
@@ -167,8 +171,5 @@ def _commas(text: bytes) -> bytes:
     return b"\n".join(b",".join(line.split()) for line in text.split(b"\n")) if b"," not in text else text
 
 
-def _numbers(text: bytes, path: Path) -> np.ndarray:
-    try:
-        return np.loadtxt(io.BytesIO(_commas(text)), np.float64, delimiter=",", comments=None, ndmin=2)
-    except ValueError as error:
-        raise DataError(f"{path}: {error}") from None
+def _numbers(text: bytes, path: Path, before: int, columns: int | None = None) -> np.ndarray:
+    return table_of(_commas(text), str(path), before, np.float64, columns)
