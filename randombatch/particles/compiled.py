@@ -29,6 +29,7 @@ from randombatch.particles.singular import Coulomb, LogGas
 from randombatch.particles.spaces import Box, Euclidean, Sphere
 from randombatch.particles.system import System
 from randombatch.permutation import DOUBLE_ROUNDS, SORTED_BELOW, Permutation, sorted_order
+from randombatch.prefetch import prefetching
 
 # Beyond these, products of matrices win.
 LARGEST, MAX_DIM = 128, 8
@@ -203,7 +204,7 @@ def _build(
     compiled = numba.njit(nogil=True, fastmath=_RATIONAL, error_model="numpy")
     inlined = numba.njit(inline="always", error_model="numpy")
     side, one, zero, infinite, missing = (real(value) for value in (length, 1, 0, math.inf, math.nan))
-    fetch = _prefetch()
+    draw, fetch = drawing(), prefetching()
     put: Any
     new: Any
     if size * dim <= _REGISTERS:
@@ -219,31 +220,6 @@ def _build(
 
         put = put_into_array
         new = numba.njit(lambda: (np.empty(size * dim, real), np.empty(size * dim, real), np.empty(dim, real)))
-
-    @compiled
-    def draw(items, count, position, n, bits, shift, flip, order):
-        """The items at `count` positions (see `randombatch.permutation`).
-
-        All numbers are unsigned: an index that may be negative would be checked, and left - a wraps to a large number
-        where left < a.
-        """
-        if len(order):
-            for k in range(count):
-                items[k] = order[position + k]
-            return
-        radix, mask = np.uint64(flip.shape[1]), (np.uint64(1) << bits) - np.uint64(1)
-        for k in range(count):
-            point = np.uint64(position + k)
-            while True:
-                left, right = point >> bits, point & mask
-                for r in range(DOUBLE_ROUNDS):
-                    left += np.uint64(shift[r, right])
-                    left = min(left, left - radix)
-                    right ^= np.uint64(flip[r, left])
-                point = (left << bits) | right
-                if point < n:
-                    break
-            items[k] = point
 
     @inlined
     def pull(i, y, turned, force, mass, items, o):
@@ -339,11 +315,11 @@ def _build(
                 if far >= 2 * half:
                     far -= 2 * half
                 for k in range(far, far + size):
-                    fetch(x, items[k])
+                    fetch(x, items[k], 0)
                     if massive:
-                        fetch(mass, items[k])
+                        fetch(mass, items[k], 0)
                     if noisy:
-                        fetch(xi, items[k])
+                        fetch(xi, items[k], 0)
                 move(x, mass, xi, w, items, o + b * size, y, turned, force, scale, shock)
             o = half - o
 
@@ -351,26 +327,30 @@ def _build(
 
 
 @functools.cache
-def _prefetch() -> Any:
-    """A compiled function that asks for row i of an array and does not wait for it."""
-    from llvmlite import ir
-    from numba.core import cgutils, types
-    from numba.extending import intrinsic
+def drawing() -> Any:
+    """A compiled function that draws the items at consecutive positions (see `randombatch.permutation`)."""
+    import numba
 
-    @intrinsic
-    def fetch(typing, array, row):
-        def generate(context, builder, signature, arguments):
-            make = context.make_array(signature.args[0])(context, builder, arguments[0])
-            row = context.cast(builder, arguments[1], signature.args[1], types.intp)
-            stride = cgutils.unpack_tuple(builder, make.strides, signature.args[0].ndim)[0]
-            byte = ir.PointerType(ir.IntType(8))
-            place = builder.gep(builder.bitcast(make.data, byte), [builder.mul(row, stride)])
-            number = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-            builder.call(function, [place, number(1), number(3), number(1)])
-            return context.get_dummy_value()
+    @numba.njit(nogil=True)
+    def draw(items, count, position, n, bits, shift, flip, order):
+        """All numbers are unsigned: an index that may be negative would be checked, and left - a wraps to a large
+        number where left < a."""
+        if len(order):
+            for k in range(count):
+                items[k] = order[position + k]
+            return
+        radix, mask = np.uint64(flip.shape[1]), (np.uint64(1) << bits) - np.uint64(1)
+        for k in range(count):
+            point = np.uint64(position + k)
+            while True:
+                left, right = point >> bits, point & mask
+                for r in range(DOUBLE_ROUNDS):
+                    left += np.uint64(shift[r, right])
+                    left = min(left, left - radix)
+                    right ^= np.uint64(flip[r, left])
+                point = (left << bits) | right
+                if point < n:
+                    break
+            items[k] = point
 
-        return types.void(array, row), generate
-
-    return fetch
+    return draw

@@ -35,6 +35,7 @@ from randombatch.train.lazy_rows import (
     LazyRows,
     OnDisk,
     Overflow,
+    Scaled,
     as_stored,
     spans,
 )
@@ -190,9 +191,11 @@ def _graph_branch(
     g, width, others, functions = _row_functions(branch, x)
     stored: OnDisk | None = None
     for number, function in enumerate(functions):
-        before, stored = stored, arrays.stored(g, width, stages(f"convolution {number + 1}"))
+        before, stored = stored, arrays.stored(Scaled(graph, g), width, stages(f"convolution {number + 1}"))
         if before is not None:
             arrays.drop(before)
+            # Its space is free when nobody has it mapped any more.
+            del before
         g = Computed(function, Convolved(graph, stored), *others)
     return g
 

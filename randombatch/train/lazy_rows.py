@@ -5,6 +5,7 @@ memory.
 """
 
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,18 @@ from torch import Tensor
 
 from randombatch.data.graph import DataError
 from randombatch.data.in_rows import GraphInRows
+from randombatch.data.sampling.cold import is_cold
 from randombatch.data.sampling.rows import _float_of_half
 from randombatch.data.sampling.threads import Threads
 from randombatch.data.store.budget import size as in_words
+from randombatch.prefetch import prefetching
 
 # Bytes of one array of a block; about ten are alive at a time.
 BLOCK_BYTES = 8 << 20
+# Arcs whose rows are on their way from memory while others are added up.
+AHEAD = 16
+# Bytes that are written before they leave memory, if they must.
+DROPPED = 128 << 20
 
 
 class LazyRows(Protocol):
@@ -47,6 +54,12 @@ class OnDisk:
     def block(self, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self.array[start:stop].astype(np.float32)).to(self.device)
 
+    def warm(self) -> None:
+        """Ask for all rows, before they are read at random: the disk reads faster in order."""
+        mapped = getattr(self.array, "base", None)
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
+            mapped.madvise(mmap.MADV_WILLNEED)
+
 
 class Computed:
     """A function of each row of other sources (of all of them at the same row)."""
@@ -58,8 +71,20 @@ class Computed:
         return self.function(*(rows.block(start, stop) for rows in self.inputs))
 
 
+class Scaled:
+    """D^-1/2 x, D counting incoming arcs and a self-loop: what a convolution adds up."""
+
+    def __init__(self, graph: GraphInRows, x: LazyRows) -> None:
+        self.graph, self.x = graph, x
+
+    def block(self, start: int, stop: int) -> Tensor:
+        rows = self.x.block(start, stop)
+        degree = np.diff(self.graph.indptr[start : stop + 1].astype(np.int64)) + 1
+        return rows * torch.from_numpy(degree).to(rows).rsqrt_()[:, None]
+
+
 class Convolved:
-    """A^ x, block by block, for x on disk: the graph convolution with all neighbours, normalised as `Adjacency` does.
+    """A^ x, block by block, for `Scaled` x on disk: the graph convolution with all neighbours, as `Adjacency` does it.
 
     Rows are read where they lie and added up, so that a node with millions of neighbours needs no more memory.
     """
@@ -68,6 +93,8 @@ class Convolved:
         self.graph, self.x, self.threads = graph, x, Threads(max(1, torch.get_num_threads()))
 
     def block(self, start: int, stop: int) -> Tensor:
+        if start == 0:
+            self.x.warm()
         array = np.ascontiguousarray(self.x.array.view(np.ndarray))
         halves = array.dtype == np.float16
         out = np.zeros((stop - start, array.shape[1]), np.float32)
@@ -89,27 +116,33 @@ class Convolved:
 
 
 def _adder(halves: bool) -> Any:
+    fetch = prefetching()
+    line = 64 // (2 if halves else 4)
+
     @numba.njit(nogil=True, fastmath=True)
     def add(indptr, indices, x, start, lo, hi, out):
-        width = x.shape[1]
+        width, last = x.shape[1], len(indices) - 1
         for i in range(lo, hi):
             node = start + i
             begin, end = np.int64(indptr[node]), np.int64(indptr[node + 1])
             if begin < 0 or end < begin or end > len(indices):
                 return False
-            own = 1.0 / np.sqrt(np.float64(end - begin + 1))
             for e in range(begin - 1, end):
                 # The first is the self-loop.
                 j = node if e < begin else np.int64(indices[e])
                 if j < 0 or j >= len(x):
                     return False
-                degree = np.int64(indptr[j + 1]) - np.int64(indptr[j]) + 1
-                weight = np.float32(own / np.sqrt(np.float64(degree)))
+                if last >= 0:
+                    for f in range(0, width, line):
+                        fetch(x, np.int64(indices[min(e + AHEAD, last)]), f)
                 for f in range(width):
                     if halves:
-                        out[i, f] += weight * _float_of_half(x[j, f])  # type: ignore[call-arg]
+                        out[i, f] += _float_of_half(x[j, f])  # type: ignore[call-arg]
                     else:
-                        out[i, f] += weight * x[j, f]
+                        out[i, f] += x[j, f]
+            own = np.float32(1.0 / np.sqrt(np.float64(end - begin + 1)))
+            for f in range(width):
+                out[i, f] *= own
         return True
 
     return add
@@ -126,7 +159,7 @@ def as_stored(rows: Tensor, dtype: np.dtype) -> np.ndarray:
     """Rows in the type that they have on disk."""
     if dtype == np.float16 and float(rows.abs().max()) > float(np.finfo(np.float16).max):
         raise Overflow("some numbers are too large for float16")
-    return rows.cpu().numpy().astype(dtype)
+    return np.ascontiguousarray(rows.cpu().numpy(), dtype)
 
 
 class Arrays:
@@ -161,11 +194,22 @@ class Arrays:
         return np.memmap(path, self.dtype, "r+", shape=(self.num_rows, width))
 
     def stored(self, rows: LazyRows, width: int, advance: Callable[[int], None]) -> OnDisk:
-        """All rows of a source on disk."""
+        """All rows of a source on disk.
+
+        Where two such arrays do not fit into the machine's memory, what is written does not stay there: the source may
+        read another one at random.
+        """
         array = self.new(width)
-        for start, stop in spans(self.num_rows, width):
-            array[start:stop] = as_stored(rows.block(start, stop), self.dtype)
-            advance(stop - start)
+        crowded = is_cold(array, array) and hasattr(os, "posix_fadvise")
+        with Path(str(array.filename)).open("r+b", buffering=0) as file:
+            dropped = 0
+            for start, stop in spans(self.num_rows, width):
+                file.write(as_stored(rows.block(start, stop), self.dtype).data)
+                if crowded and file.tell() - dropped >= DROPPED:
+                    os.fdatasync(file.fileno())
+                    os.posix_fadvise(file.fileno(), dropped, file.tell() - dropped, os.POSIX_FADV_DONTNEED)
+                    dropped = file.tell()
+                advance(stop - start)
         return OnDisk(array, self.device)
 
     @staticmethod

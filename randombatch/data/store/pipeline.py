@@ -24,6 +24,7 @@ from randombatch.data.store.parts import write_splits
 from randombatch.data.store.sources.base import Source
 from randombatch.data.store.workspace import Workspace
 from randombatch.machine import highest_resident, machine, resident_anonymous
+from randombatch.version import __version__
 
 FEATURES = ("float16", "float32")
 MAX_MEMORY = 4 << 30
@@ -66,7 +67,8 @@ def prepare(
     features = one_of("features", features or source.feature_dtype, FEATURES)
     source.metric = metric_name(metric or source.metric)
     settings = {"source": source.where, "undirected": undirected, "features": features, "metric": source.metric}
-    work = Workspace(path, {**settings, "identity": source.identity, "skip_bad": skip_bad})
+    begun_by = {"program": __version__, "identity": source.identity, "skip_bad": skip_bad}
+    work = Workspace(path, settings | begun_by)
     start = time.perf_counter()
     with Watch() as watch, one_thread_each(), work.opened():
         seconds = dict(work.stage("seconds"))
