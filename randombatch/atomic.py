@@ -15,6 +15,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        # What fails in the midst of writing does not say where.
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

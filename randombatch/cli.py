@@ -286,11 +286,11 @@ def predict(
     from randombatch.train.predict_folder import predict_to_folder
 
     with clear_errors():
-        if out.suffix not in (".npz", ""):
+        if out.suffix in (".npy", ".csv", ".tsv", ".txt", ".json", ".pt", ".gz", ".zip", ".parquet", ".h5"):
             raise ConfigError(f"--out wants a .npz file, or a folder, got {out}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} does not exist")
-        if not probabilities and out.suffix:
+        if not probabilities and out.suffix == ".npz":
             raise ConfigError("--no-probabilities is for a folder as --out, got a .npz")
         if rounds > 1 and out.suffix != ".npz":
             raise ConfigError("--rounds above 1 needs all probabilities in memory: give a .npz as --out")

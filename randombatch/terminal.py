@@ -1,6 +1,7 @@
 """What all commands share: one clear line for every error, exit codes, progress bars, lists of numbers."""
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -98,7 +99,10 @@ def clear_errors() -> Iterator[None]:
         refuse(" ".join(str(error).split()))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        refuse(f"cannot read or write{where}: {error.strerror or error}")
+        hint = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = ": make room; an interrupted `train` then goes on with --resume"
+        refuse(f"cannot read or write{where}: {error.strerror or error}{hint}")
     except MemoryError:
         refuse("out of memory: take a smaller graph or model, or --minibatch induced")
     except RuntimeError as error:

@@ -212,6 +212,10 @@ def test_refuses_bad_seeds() -> None:
 
 def test_refuses_bad_arguments() -> None:
     indptr, indices = mixed_graph(50)
+    with pytest.raises(TypeError, match="one number for each hop"):
+        NeighborSampler(indptr, indices, 5)
+    with pytest.raises(TypeError, match="integer"):
+        NeighborSampler(indptr, indices, (2,)).sample([1], 1.5)
     for fanouts in ((0,), (-2,), (2.5,), (True,)):
         with pytest.raises(ValueError, match="fan-out must be"):
             NeighborSampler(indptr, indices, fanouts)

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 pytest.importorskip("torch_geometric")
 
 from sampled_graphs import mixed_graph, rows_of, store_of
-from torch_geometric.data import Data
+from torch_geometric.data import Data, TensorAttr
 from torch_geometric.loader import NodeLoader
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.sampler import NodeSamplerInput
@@ -197,3 +197,32 @@ def test_a_weighted_sampler_trains(store: Any) -> None:
             same = out[(batch.n_id == node)[: batch.batch_size]]
             torch.testing.assert_close(same, same[:1].expand_as(same))
         nnf.cross_entropy(out, batch.y[: batch.batch_size] % 3).backward()
+
+
+def test_what_pyg_is_given_may_be_written_to(store: Any) -> None:
+    """A read-only map would end the process; the store stays as it is."""
+    before = store.indices.copy()
+    row, col, _ = StoreGraph(store).coo()
+    row += 1
+    col += 1
+    assert np.array_equal(store.indices, before)
+    assert torch.equal(StoreGraph(store).coo()[0] + 1, row)
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (torch.tensor([-1]), "nodes must be 0 to 299, got -1"),
+        (torch.tensor([300]), "nodes must be 0 to 299, got 300"),
+        (torch.ones(5, dtype=torch.bool), "each of 300 nodes, got 5"),
+        (torch.tensor([0.5, 1.7]), "node ids or a mask, got float32"),
+        (torch.tensor([[1, 2]]), r"of shape \(1, 2\)"),
+    ],
+)
+def test_bad_indices_are_refused_alike(store: Any, name: str, index: torch.Tensor, error: str) -> None:
+    features = StoreFeatures(store)
+    with pytest.raises((IndexError, TypeError), match=error):
+        features.get_tensor(group_name=None, attr_name=name, index=index)
+    assert features.get_tensor_size(group_name=None, attr_name=name)[0] == 300
+    assert features._get_tensor_size(TensorAttr(group_name=None, attr_name="z")) is None

@@ -292,6 +292,9 @@ def test_bad_input(store: Any) -> None:
     for arguments, message in cases:
         with pytest.raises(DataError, match=message):
             SeedLoader(**{"store": store, "part": "train", "seed": 0, **arguments})
+    loader = SeedLoader(store, "train", 16, (2,), seed=0)
+    with pytest.raises(ValueError, match=f"0 to {loader.num_steps - 1}, got {loader.num_steps}"):
+        loader.make(0, loader.num_steps)
     with pytest.raises(DataError, match="start_step"):
         SeedLoader(store, "train", seed=0).batches(0, start_step=-1)
     if not torch.cuda.is_available():

@@ -233,3 +233,24 @@ def test_a_graph_in_memory_is_predicted_inside_what_is_asked_for(tmp_path: Path)
     done = run("predict", tmp_path / "job", "--out", tmp_path / "out", "--max-memory", int(1.05 * needed), "--quiet")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "predict.json").read_text())["peak_bytes"] < needed
+
+
+def test_a_full_disk_is_named_and_training_goes_on_when_there_is_room(store: Path, tmp_path: Path) -> None:
+    """Files may not grow beyond 16 KiB, as a checkpoint does."""
+    flags = [item for name, value in SETTINGS.items() for item in ("--set", f"{name}={json.dumps(value)}")]
+    flags += ["--set", "train.evaluation=sampled", "--out", str(tmp_path / "job"), "--quiet"]
+    command = ["train", "--data", str(store), *flags]
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); "
+    limited += "from randombatch.cli import app; sys.argv[0] = 'randombatch'; app()"
+    done = subprocess.run([sys.executable, "-c", limited, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert str(tmp_path / "job") in done.stderr
+    assert "make room" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(*command, "--resume")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_may_have_a_dot_in_its_name(trained: Path, tmp_path: Path) -> None:
+    assert run("predict", trained, "--out", tmp_path / "pred.v1", "--quiet").returncode == 0
+    assert np.load(tmp_path / "pred.v1" / "prediction.npy").shape == (3000,)

@@ -156,6 +156,8 @@ class SeedLoader:
 
     def make(self, epoch: int, step: int) -> MiniBatch:
         """One mini-batch, here and now."""
+        if not 0 <= step < self.num_steps:
+            raise ValueError(f"`step` must be 0 to {self.num_steps - 1}, got {step}")
         return self._make(self._order(epoch), epoch, [step])[0]
 
     def sizes(self, steps: Sequence[int]) -> list[tuple[int, int]]:

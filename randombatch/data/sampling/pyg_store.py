@@ -15,7 +15,6 @@ sampler of its own, which needs them), and give `input_nodes` as a tensor: a nam
 has not, and None is refused by PyTorch Geometric. Worker processes share the memory maps; nothing is copied to them.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NodeSamplerIn
 
 from randombatch.data.sampling.cold import is_cold
 from randombatch.data.sampling.loader import GraphOnDisk
-from randombatch.data.sampling.mapped import Mapped
+from randombatch.data.sampling.mapped import Mapped, has_file, place
 from randombatch.data.sampling.rows import Rows
 from randombatch.data.sampling.sampler import NeighborSampler, Sample
 from randombatch.permutation import fold_in, hash64
@@ -74,10 +73,18 @@ class StoreFeatures(FeatureStore):
         if index is None or isinstance(index, slice):
             return np.arange(total)[slice(None) if index is None else index]
         nodes = np.atleast_1d(np.asarray(index))
-        return np.flatnonzero(nodes) if nodes.dtype == bool else nodes
+        if nodes.ndim != 1 or nodes.dtype.kind not in "biu":
+            raise TypeError(f"an index must be a list of node ids or a mask, got {nodes.dtype} of shape {nodes.shape}")
+        if nodes.dtype == bool:
+            if len(nodes) != total:
+                raise IndexError(f"a mask must have an entry for each of {total} nodes, got {len(nodes)}")
+            return np.flatnonzero(nodes)
+        if nodes.size and not 0 <= nodes.min() <= nodes.max() < total:
+            raise IndexError(f"nodes must be 0 to {total - 1}, got {nodes.min()} to {nodes.max()}")
+        return nodes
 
-    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
-        return self._shapes[attr.attr_name]
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        return self._shapes.get(str(attr.attr_name))
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         raise TypeError(_READ_ONLY)
@@ -89,7 +96,8 @@ class StoreFeatures(FeatureStore):
 class StoreGraph(GraphStore):
     """The arcs in compressed columns, as they lie on disk: `(indices, indptr)`, integer types as stored.
 
-    Only what converts the whole graph asks for them (`coo`, `csr`); `NodeLoader` does not.
+    Writing to them changes a copy. Only what converts the whole graph asks for them (`coo`, `csr`); `NodeLoader` does
+    not.
     """
 
     def __init__(self, store: GraphOnDisk) -> None:
@@ -103,7 +111,7 @@ class StoreGraph(GraphStore):
     def _get_edge_index(self, edge_attr: EdgeAttr) -> tuple[Tensor, Tensor] | None:
         if edge_attr.edge_type is not None or edge_attr.layout != EdgeLayout.CSC:
             return None
-        indices, indptr = self._indices.array, self._indptr.array
+        indices, indptr = _writable(self._indices), _writable(self._indptr)
         return _signed(indices, len(indptr) - 1), _signed(indptr, len(indices))
 
     def _put_edge_index(self, edge_index: Any, edge_attr: EdgeAttr) -> bool:
@@ -188,12 +196,17 @@ def _with_repeats(sample: Sample, first: Tensor, which: Tensor) -> Sample:
     )
 
 
+def _writable(mapped: Mapped) -> np.ndarray:
+    """The same numbers, copied where and when somebody writes to them: torch would write to a read-only map and die."""
+    if not has_file(mapped.source):
+        return mapped.array.copy()
+    path, dtype, _, offset, shape = place(mapped.source)
+    return np.memmap(path, dtype, "c", offset, shape)
+
+
 def _signed(array: np.ndarray, largest: int) -> Tensor:
     """A tensor on the same memory where values allow: few of torch's operations take unsigned integers."""
     if array.dtype.kind == "u":
         signed = np.dtype(f"i{array.dtype.itemsize}")
         array = array.view(signed) if largest <= np.iinfo(signed).max else array.astype(np.int64)
-    with warnings.catch_warnings():
-        # That it cannot be written to.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
+    return torch.from_numpy(array)

@@ -45,7 +45,10 @@ class Rows:
         ids = np.ascontiguousarray(nodes, np.int64)
         array = self._mapped.array
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(array):
-            raise ValueError(f"rows must be 0 to {len(array) - 1}, got {ids.min()} to {ids.max()}")
+            raise ValueError(
+                f"rows must be 0 to {len(array) - 1}, got {ids.min()} to {ids.max()}: if they come from a store, "
+                "look at it with `randombatch verify`"
+            )
         shape, dtype = (len(ids), self.num_features), np.dtype(np.float32) if convert else array.dtype
         # NumPy asks for huge pages where torch does not: filling new memory is twice as fast.
         out = np.empty(shape, dtype)

@@ -1,6 +1,7 @@
 """Uniform neighbour sampling without replacement on a CSR graph that may lie on disk."""
 
 import dataclasses
+import operator
 import os
 from collections.abc import Sequence
 
@@ -148,11 +149,16 @@ class NeighborSampler:
         nodes = nodes.astype(np.int64)
         outside = nodes[(nodes < 0) | (nodes >= self.num_nodes)]
         if outside.size:
-            raise ValueError(f"seeds must be nodes 0 to {self.num_nodes - 1}, got {outside[0]}")
+            raise ValueError(
+                f"seeds must be nodes 0 to {self.num_nodes - 1}, got {outside[0]}: if they are the split of a "
+                "store, look at it with `randombatch verify`"
+            )
         return nodes
 
 
 def _check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(fanouts, (int, float)):
+        raise TypeError(f"`fanouts` must be one number for each hop, such as (15, 10, 5), got {fanouts!r}")
     fanouts = tuple(fanouts)
     for fanout in fanouts:
         if isinstance(fanout, bool) or not isinstance(fanout, (int, np.integer)) or fanout < -1 or fanout == 0:
@@ -164,7 +170,7 @@ class _Walk:
     """A sample under way: what its hops have found."""
 
     def __init__(self, sampler: NeighborSampler, seeds: Tensor | np.ndarray | Sequence[int], seed: int) -> None:
-        self.sampler, self.seed = sampler, seed
+        self.sampler, self.seed = sampler, operator.index(seed)
         first = sampler._check_seeds(seeds)
         self.numbering = Numbering(sampler.threads, sampler._expected(len(first)))
         self.frontier, _ = self.numbering.add(first.astype(np.uint32))
