@@ -45,6 +45,24 @@ def test_bad_edges_of_ogb(
     equal(Store.open(tmp_path / "s"), data.load(str(as_zip(tmp_path / "g2.zip", files))))
 
 
+@pytest.mark.parametrize(
+    "line", ["5,,3", ",7,9", "5;;3", " ; 7;9", "5 , , 3", "5,;3", "5\t\t3", "\t7\t9", "5 \t\t 3", ",,", ",", "5,"]
+)
+def test_a_missing_field_is_a_bad_line(line: str) -> None:
+    """Columns of source, target, weight: the weight never becomes an id."""
+    chunk = tables.edges_of_text(f"0,1\n{line}\r\n2,3\n".encode(), 10)
+    assert chunk.edges.T.tolist() == [[0, 1], [2, 3]]
+    assert (chunk.bad, chunk.first_bad) == (1, (2, line))
+
+
+@pytest.mark.parametrize(
+    "line", ["5,3", "5 3", "5\t3", "5;3", "  5   3  ", "5, 3", "5 ,\t3", "5 \t 3", "5 \t \t3", "5,3,,1", "5\t3\t\t1"]
+)
+def test_padding_is_no_field(line: str) -> None:
+    chunk = tables.edges_of_text(f"\t\n \t# comment\n{line}\n".encode(), 10)
+    assert (chunk.edges.T.tolist(), chunk.bad, chunk.lines) == ([[5, 3]], 0, 3)
+
+
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize(("edit", "found"), [(lambda t: t[t.index("\n") + 1 :], 69), (lambda t: t + "1,2\n", 71)])
 def test_edges_of_ogb_that_are_missing(tmp_path: Path, edit: Callable[[str], str], found: int, skip_bad: bool) -> None:
