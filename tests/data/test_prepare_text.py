@@ -1,6 +1,7 @@
 """`prepare` on text that is almost right: which file, which line, what to do; pieces of text follow the budget."""
 
 import gzip
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,3 +160,16 @@ def test_unpacked_files_of_ogb(tmp_path: Path) -> None:
     (folder / "raw/other.csv.gz").write_bytes(pack("1\n"))
     with pytest.raises(data.DataError, match=f"has no {FEATURES}: it is incomplete"):
         open_source(folder)
+
+
+def test_a_long_line_among_labels_takes_no_room() -> None:
+    """Not as many times its length as there are lines."""
+    lines = b"0\n1\n" * 1000 + b"0" * 50_000 + b"1\n" + b"1\n" * 1000
+    tracemalloc.start()
+    with pytest.raises(data.DataError, match="y.csv must hold one label per line, got 50001 characters in line 2008:"):
+        text.labels_of(lines, "y.csv", 7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
+    longest = b"0." + b"0" * 30 + b"\n"
+    assert text.labels_of(longest, "y.csv", 0).tolist() == [0.0]
