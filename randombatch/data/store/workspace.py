@@ -66,6 +66,11 @@ class Workspace:
                     f"no room left for {self.path} ({error.strerror}): temporary files were removed; free some disk "
                     "space or choose another place"
                 ) from None
+            if error.errno == errno.EMFILE:
+                raise DataError(
+                    f"too many open files while {self.path} was prepared: raise their number, for example by "
+                    "`ulimit -n 4096`, and try again"
+                ) from None
             where = error.filename or self.folder
             raise DataError(
                 f"cannot read or write {where} ({error.strerror or error}): choose another place for the store"
