@@ -80,3 +80,4 @@ def test_too_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "fsync", refused)
     with pytest.raises(data.DataError, match=r"too many open files while .* was prepared: .*`ulimit -n 4096`"):
         prepare(open_source("synthetic", num_nodes=1000), tmp_path / "s")
+    assert list(tmp_path.iterdir()) == []

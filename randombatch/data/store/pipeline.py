@@ -14,7 +14,7 @@ from randombatch.data.graph import DataError
 from randombatch.data.options import one_of
 from randombatch.data.raw import metric_name
 from randombatch.data.store import kernels
-from randombatch.data.store.budget import Plan, Watch, size
+from randombatch.data.store.budget import Plan, Watch, parse_size, size
 from randombatch.data.store.csr import KEY, Advance, Keys, merge, partition
 from randombatch.data.store.features import write_features
 from randombatch.data.store.labels import write_labels
@@ -34,7 +34,7 @@ def prepare(
     source: Source,
     path: str | Path,
     *,
-    max_memory: int = MAX_MEMORY,
+    max_memory: int | str = MAX_MEMORY,
     undirected: bool = True,
     features: str | None = None,
     metric: str | None = None,
@@ -48,7 +48,7 @@ def prepare(
     Args:
         source: see `open_source`.
         path: the folder to make; it must not exist.
-        max_memory: bytes of anonymous memory that the process may hold, everything included.
+        max_memory: bytes (or "4GiB") of anonymous memory that the process may hold, everything included.
         undirected: store both directions of every edge.
         features: "float16" or "float32" instead of the source's.
         metric: "accuracy", "roc_auc" or "f1" instead of the source's.
@@ -64,6 +64,9 @@ def prepare(
     Cost: time linear in edges and features. Disk, beside the result, 8 bytes per arc before the features are written.
     """
     path = Path(path).expanduser().absolute()
+    max_memory = parse_size(max_memory)
+    if not isinstance(undirected, bool):
+        raise DataError(f"`undirected` must be True or False, got {undirected!r}")
     features = one_of("features", features or source.feature_dtype, FEATURES)
     source.metric = metric_name(metric or source.metric)
     settings = {"source": source.where, "undirected": undirected, "features": features, "metric": source.metric}

@@ -46,7 +46,7 @@ class MemorySource(Source):
         if y.is_floating_point():
             self._y = y = y.double().masked_fill(y.isnan(), -1)
         self._parts = None if raw.masks is None else check_masks(raw.masks, y.reshape(-1).long())
-        self.identity = {"content": self._digest()}
+        self.identity = {"content": self._digest(), "num_classes": raw.num_classes}
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
