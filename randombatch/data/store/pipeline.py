@@ -122,7 +122,10 @@ def _run(
 
 
 def _plan(source: Source, work: Workspace, max_memory: int, undirected: bool, features: str) -> tuple[Plan, Keys]:
-    """What is held at a time. The cut into pieces stays as it was noted first, or the pieces would not be the same."""
+    """What is held at a time. The cut into pieces stays as it was noted first, or the pieces would not be the same.
+
+    Where the budget does not allow such pieces any more, the stage that was cut into them begins anew.
+    """
     kernels.warm()
     held = resident_anonymous() or highest_resident()
     plan = Plan.of(max_memory, held, source.held_bytes)
@@ -131,9 +134,17 @@ def _plan(source: Source, work: Workspace, max_memory: int, undirected: bool, fe
     _check_disk(source, work, arcs, features)
     noted = work.stage("plan")
     if noted:
+        # The same budget allows a little more or less from call to call: that is no reason.
+        if max_memory < noted.get("max_memory", 0):
+            for stage, key in (("partition", "chunk_edges"), ("features", "chunk_bytes")):
+                if noted[key] > getattr(plan, key) and not work.stage(stage).get("done"):
+                    work.journal["stages"][stage] = {}
+                    noted[key] = getattr(plan, key)
+            work.note("plan", noted | {"max_memory": max_memory})
         plan = Plan(chunk_edges=noted["chunk_edges"], chunk_bytes=noted["chunk_bytes"], bucket_bytes=plan.bucket_bytes)
         return plan, Keys(num_nodes=source.num_nodes, bits=keys.bits, shift=noted["shift"])
-    work.note("plan", {"chunk_edges": plan.chunk_edges, "chunk_bytes": plan.chunk_bytes, "shift": keys.shift})
+    noted = {"chunk_edges": plan.chunk_edges, "chunk_bytes": plan.chunk_bytes, "shift": keys.shift}
+    work.note("plan", noted | {"max_memory": max_memory})
     return plan, keys
 
 
