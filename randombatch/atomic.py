@@ -1,5 +1,6 @@
 """Files that are whole or absent, never in between."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside, flush to the disk, rename: at every moment the file is the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _beside(path)
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -21,6 +22,18 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """An OSError now if the file could not be written later; nothing is left."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    _beside(path).touch()
+    _beside(path).unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def sync_folder(folder: Path) -> None:

@@ -28,6 +28,8 @@ URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
 SCHEMES = ("time", "sales_ranking")
 MARK = "raw/edge.csv.gz"
 SPAN = 1 << 24
+# Bytes read together of a file that should hold one number.
+COUNT_SPAN = 1 << 10
 
 Opener = Callable[[str], IO[bytes]]
 
@@ -122,10 +124,18 @@ class Reader:
             yield table_of(text, f"{member} in {self.where}", before, dtype)
 
     def count(self, member: str) -> int:
-        values = np.concatenate([np.zeros((0, 1), np.int64), *self.blocks(member, np.int64)])
-        if values.shape != (1, 1) or values[0, 0] < 0:
-            raise DataError(f"{member} in {self.where} must hold one number, got {values.size}: one graph is supported")
-        return int(values[0, 0])
+        """The only number of a file; no more of it is read than shows that there are two."""
+        values: list[int] = []
+        for before, text in numbered(self.texts(member, COUNT_SPAN)):
+            if text.strip():
+                values += table_of(text, f"{member} in {self.where}", before, np.int64).reshape(-1).tolist()
+            if len(values) > 1:
+                break
+        if len(values) != 1:
+            raise DataError(f"{member} in {self.where} must hold one number, got {len(values)}: one graph is supported")
+        if values[0] < 0:
+            raise DataError(f"{member} in {self.where} must be at least 0, got {values[0]}: fetch it again")
+        return values[0]
 
     def table(self, member: str, num_rows: int, dtype: type) -> np.ndarray:
         """All rows as one array, filled block by block."""

@@ -167,6 +167,8 @@ def check_labels(values: np.ndarray | Tensor, num_nodes: int) -> Tensor:
 
 def check_masks(masks: Sequence[np.ndarray | Tensor], y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three bool [N, S], none empty in any split, every node in them labelled."""
+    if len(masks) != len(MASKS):
+        raise DataError(f"`masks` must be three, {', '.join(MASKS)}, got {len(masks)}")
     tensors = [_mask(mask, name, y.size(0)) for mask, name in zip(masks, MASKS, strict=True)]
     num_splits = max(mask.size(1) for mask in tensors)
     for i, (mask, name) in enumerate(zip(tensors, MASKS, strict=True)):

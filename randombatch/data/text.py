@@ -1,5 +1,6 @@
 """Large tables of text, plain or compressed, a few megabytes of whole lines at a time."""
 
+import contextlib
 import gzip
 import io
 import zipfile
@@ -14,6 +15,8 @@ from randombatch.data.graph import DataError
 SPAN = 1 << 24
 # A table of numbers does not shrink to a hundredth: beyond this it is not one, whatever the file says it is.
 LARGEST_RATIO, SMALL = 200, 1 << 30
+# Bytes of a label: numpy.savetxt writes 24.
+LONGEST_LABEL = 32
 DAMAGED = (EOFError, OSError, zlib.error, zipfile.BadZipFile, RuntimeError, NotImplementedError)
 
 
@@ -98,16 +101,19 @@ def table_of(text: bytes, what: str, before: int, dtype: type, columns: int | No
 def labels_of(text: bytes, what: str, before: int) -> np.ndarray:
     """Float64 labels, one in each line; NaN where a line is empty."""
     lines = [line.strip() or b"nan" for line in text.removesuffix(b"\n").split(b"\n")]
-    try:
-        return np.array(lines).astype(np.float64)
-    except ValueError as error:
-        for line, content in enumerate(lines, before + 1):
-            if not _is_number(content, float):
-                raise DataError(
-                    f"{what} must hold one label per line, got {_shown(content)} in line {line}: write the number of a "
-                    "class, nothing for no label"
-                ) from None
-        raise DataError(f"{what} must hold one label per line ({error})") from None
+    # NumPy gives every line the room of the longest.
+    if max(map(len, lines)) <= LONGEST_LABEL:
+        with contextlib.suppress(ValueError):
+            return np.array(lines).astype(np.float64)
+    for line, content in enumerate(lines, before + 1):
+        long = len(content) > LONGEST_LABEL
+        if long or not _is_number(content, float):
+            found = f"{len(content)} characters" if long else _shown(content)
+            raise DataError(
+                f"{what} must hold one label per line, got {found} in line {line}: write the number of a class, "
+                "nothing for no label"
+            )
+    raise DataError(f"{what} must hold one label per line (counted from line {before + 1})")
 
 
 def _is_number(cell: bytes, kind: type) -> bool:

@@ -49,8 +49,11 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def make(path: Path, advance: Callable[[str, int, int], None] = lambda *_: None) -> dict[str, Any]:
-    return prepare(open_source("synthetic", **SIZES), path, features="float16", advance=advance)["rows"][0]
+def make(
+    path: Path, advance: Callable[[str, int, int], None] = lambda *_: None, max_memory: str = "4GiB"
+) -> dict[str, Any]:
+    source = open_source("synthetic", **SIZES)
+    return prepare(source, path, features="float16", max_memory=max_memory, advance=advance)["rows"][0]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -229,6 +232,33 @@ def test_resumed_under_another_budget(interrupted: Path, monkeypatch: pytest.Mon
     equal(Store.open(interrupted), data.load("synthetic", **SIZES))
 
 
+@pytest.mark.parametrize("stage", ["edges", "features"])
+@pytest.mark.parametrize("budget", ["4GiB", "2GiB"])
+def test_resumed_under_a_smaller_budget(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, stage: str, budget: str
+) -> None:
+    """No piece is larger than the new budget allows: the stage begins anew, not those before it."""
+    make(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "s", stop_at(stage, 3))
+    other = Plan(chunk_edges=3333, chunk_bytes=50_000, bucket_bytes=100_000)
+    monkeypatch.setattr(Plan, "of", classmethod(lambda *_: other))
+    asked: list[tuple[int, int]] = []
+    read = getattr(SyntheticSource, stage)
+
+    def spy(self: SyntheticSource, size: int, first: int = 0) -> Any:
+        asked.append((size, first))
+        return read(self, size, first)
+
+    monkeypatch.setattr(SyntheticSource, stage, spy)
+    drawn: set[str] = set()
+    assert make(tmp_path / "s", lambda name, done, total: drawn.add(name), budget)["resumed"]
+    sizes = (5000, 3333) if stage == "edges" else (100_000 // 64, 50_000 // 64)
+    assert asked == [(sizes[0], 2) if budget == "4GiB" else (sizes[1], 0)]
+    assert drawn == ({"edges", "sort", "features"} if stage == "edges" else {"features"})
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
 def test_a_refusal_at_the_start_keeps_earlier_work(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Plan:
         raise data.DataError("too small")
@@ -304,7 +334,7 @@ def test_an_error_inside_a_thread_is_the_error(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SyntheticSource, "_features", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         prepare(open_source("synthetic", **SIZES), tmp_path / "s")
-    assert not (tmp_path / "s").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_open_files_are_closed(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`prepare` on text that is almost right: which file, which line, what to do; pieces of text follow the budget."""
 
 import gzip
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_bad_edges_of_ogb(
     good = [line for number, line in enumerate(texts()[EDGES].splitlines()) if number not in (40, 50)]
     files = {**texts(), EDGES: "\n".join(good), "raw/num-edge-list.csv.gz": "68\n"}
     equal(Store.open(tmp_path / "s"), data.load(str(as_zip(tmp_path / "g2.zip", files))))
+
+
+@pytest.mark.parametrize(
+    "line", ["5,,3", ",7,9", "5;;3", " ; 7;9", "5 , , 3", "5,;3", "5\t\t3", "\t7\t9", "5 \t\t 3", ",,", ",", "5,"]
+)
+def test_a_missing_field_is_a_bad_line(line: str) -> None:
+    """Columns of source, target, weight: the weight never becomes an id."""
+    chunk = tables.edges_of_text(f"0,1\n{line}\r\n2,3\n".encode(), 10)
+    assert chunk.edges.T.tolist() == [[0, 1], [2, 3]]
+    assert (chunk.bad, chunk.first_bad) == (1, (2, line))
+
+
+@pytest.mark.parametrize(
+    "line", ["5,3", "5 3", "5\t3", "5;3", "  5   3  ", "5, 3", "5 ,\t3", "5 \t 3", "5 \t \t3", "5,3,,1", "5\t3\t\t1"]
+)
+def test_padding_is_no_field(line: str) -> None:
+    chunk = tables.edges_of_text(f"\t\n \t# comment\n{line}\n".encode(), 10)
+    assert (chunk.edges.T.tolist(), chunk.bad, chunk.lines) == ([[5, 3]], 0, 3)
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
@@ -141,3 +160,16 @@ def test_unpacked_files_of_ogb(tmp_path: Path) -> None:
     (folder / "raw/other.csv.gz").write_bytes(pack("1\n"))
     with pytest.raises(data.DataError, match=f"has no {FEATURES}: it is incomplete"):
         open_source(folder)
+
+
+def test_a_long_line_among_labels_takes_no_room() -> None:
+    """Not as many times its length as there are lines."""
+    lines = b"0\n1\n" * 1000 + b"0" * 50_000 + b"1\n" + b"1\n" * 1000
+    tracemalloc.start()
+    with pytest.raises(data.DataError, match="y.csv must hold one label per line, got 50001 characters in line 2008:"):
+        text.labels_of(lines, "y.csv", 7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
+    longest = b"0." + b"0" * 30 + b"\n"
+    assert text.labels_of(longest, "y.csv", 0).tolist() == [0.0]

@@ -108,6 +108,35 @@ def test_more_classes_than_stated(tmp_path: Path) -> None:
         write_store(tmp_path / "s", **random_arrays(), num_classes=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_classes": 2}, "labels below `num_classes` 2, got 4"),
+        ({"num_classes": -3}, "`num_classes` must be a whole number of at least 2, got -3"),
+        ({"num_classes": 0}, "`num_classes` must be a whole number of at least 2, got 0"),
+        ({"num_classes": 3.0}, "`num_classes` must be a whole number of at least 2, got 3.0"),
+        ({"max_memory": "lots"}, "`max_memory` must be a size such as 4GiB or 500MB, got 'lots'"),
+        ({"max_memory": -1}, "`max_memory` must be a size such as 4GiB or 500MB, got -1"),
+        ({"max_memory": "1MiB"}, "`max_memory` 1 MiB is too small"),
+        ({"name": 5}, "`name` must be a text, got 5"),
+        ({"undirected": "yes"}, "`undirected` must be True or False, got 'yes'"),
+        ({"x": np.zeros((200, 6), complex)}, "`x` must hold numbers, got an array of complex128"),
+        ({"edge_index": np.zeros((2, 9), bool)}, r"`edge_index` must be integers \[2, edges\], got torch.bool"),
+        ({"masks": [np.ones(200, bool)] * 2}, "`masks` must be three, train_mask, val_mask, test_mask, got 2"),
+    ],
+)
+def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(data.DataError, match=message) as caught:
+        write_store(tmp_path / "s", **random_arrays(splits=1) | options)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_are_taken(tmp_path: Path) -> None:
+    store = from_data(as_data(random_arrays(splits=1)), tmp_path / "s", num_classes=np.int64(9), max_memory="64GiB")
+    assert (store.num_classes, store.name) == (9, "s")
+
+
 @pytest.mark.parametrize("kind", ["npz", "npy", "papers"])
 def test_half_precision_is_kept(tmp_path: Path, kind: str) -> None:
     """Unless the caller chooses, features have the type of the source."""

@@ -1,6 +1,7 @@
 """OGB's raw files, written here exactly as they lie on disk: folder and zip."""
 
 import gzip
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,8 @@ def change(name: str, edit: Callable[[str], str]) -> dict[str, str]:
         (change("raw/node-label.csv.gz", lambda text: "x" + text), "raw/node-label.csv.gz .*one label per line"),
         (change("raw/node-label.csv.gz", lambda text: text[2:]), "has 29 rows, expected 30"),
         (change("raw/num-node-list.csv.gz", lambda text: text * 2), "must hold one number, got 2: one graph"),
+        (change("raw/num-node-list.csv.gz", lambda text: "\n"), "must hold one number, got 0: one graph"),
+        (change("raw/num-edge-list.csv.gz", lambda text: "-70\n"), "num-edge-list.csv.gz .* at least 0, got -70"),
         (change("split/time/test.csv.gz", lambda text: text + "30\n"), "must hold ids from 0 to 29, got 30"),
         (change("split/time/test.csv.gz", lambda text: text + "29\n"), r"`test_mask` selects 1 nodes without a label"),
         ({k: v for k, v in texts().items() if "node-feat" not in k}, "has no raw/node-feat.csv.gz: it is incomplete"),
@@ -145,6 +148,18 @@ def test_bad_files(tmp_path: Path, files: dict[str, str], message: str) -> None:
     with pytest.raises(data.DataError, match=message) as caught:
         data.load(str(as_zip(tmp_path / "arxiv.zip", files)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["raw/num-node-list.csv.gz", "raw/num-edge-list.csv.gz"])
+def test_a_bomb_in_place_of_a_number(tmp_path: Path, name: str) -> None:
+    """Four million numbers where one should be: refused at the second one, before the rest is unpacked."""
+    path = as_zip(tmp_path / "arxiv.zip", change(name, lambda _: "1\n" * (4 << 20)))
+    tracemalloc.start()
+    with pytest.raises(data.DataError, match=f"{name} in .* must hold one number, got "):
+        data.load(str(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
 
 
 def test_damaged_archives(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ LEAST = 64 << 20
 SECONDS_BETWEEN_LOOKS = 0.01
 
 
-def parse_size(text: str, name: str = "max_memory") -> int:
-    """Bytes of `4GiB`, `500 MB`, `1.5g` or `1000000`."""
+def parse_size(text: str | int, name: str = "max_memory") -> int:
+    """Bytes of `4GiB`, `500 MB`, `1.5g`, `1000000` or a number."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
     if found is None or found[2].lower() not in _UNITS or float(found[1]) <= 0:
         raise DataError(f"`{name}` must be a size such as 4GiB or 500MB, got {text!r}")

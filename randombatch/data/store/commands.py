@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from randombatch.atomic import write_json
+from randombatch.atomic import check_writable, write_json
 from randombatch.data.graph import DataError
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -59,6 +59,27 @@ def _refuse(message: str) -> None:
     raise typer.Exit(2)
 
 
+def _check_output(output: Path | None) -> None:
+    """Before the long work: its figures must have a place to go to."""
+    if output is None:
+        return
+    if not output.absolute().parent.is_dir():
+        raise DataError(f"--json: the folder {output.parent} does not exist")
+    try:
+        check_writable(output)
+    except OSError as error:
+        raise DataError(f"--json: cannot write {output}: {error.strerror or error}") from None
+
+
+def _save(output: Path | None, result: dict[str, Any]) -> None:
+    """Write the figures; they were shown before, so that they are not lost if that fails."""
+    try:
+        if output is not None:
+            write_json(output, result)
+    except OSError as error:
+        _refuse(f"--json: cannot write {output}: {error.strerror or error}")
+
+
 def prepare(
     source: Annotated[str, typer.Argument(help="A known name, a file or a folder; see below.")],
     store: Annotated[Path, typer.Argument(help="The folder to make.")],
@@ -97,8 +118,7 @@ def prepare(
         from randombatch.data.store import prepare as run
         from randombatch.data.store.budget import parse_size
 
-        if output is not None and not output.absolute().parent.is_dir():
-            raise DataError(f"--json: the folder {output.parent} does not exist")
+        _check_output(output)
         limit = parse_size(max_memory)
         options = dict(_option(text) for text in settings or [])
         given = {k: v for k, v in tables.items() if v is not None}
@@ -108,8 +128,6 @@ def prepare(
                 found, store, max_memory=limit, undirected=undirected, features=features, metric=metric,
                 skip_bad=skip_bad, advance=advance,
             )  # fmt: skip
-        if output is not None:
-            write_json(output, result)
     except (ValueError, ModuleNotFoundError) as error:
         _refuse(" ".join(str(error).split()))
     except MemoryError:
@@ -120,6 +138,7 @@ def prepare(
         print("randombatch: interrupted: the same command goes on where it was", file=sys.stderr)
         raise typer.Exit(130) from None
     _tell(result, store, limit)
+    _save(output, result)
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -168,15 +187,18 @@ def verify(
     try:
         from randombatch.data.store import verify as check
 
+        _check_output(output)
         with Stages(quiet) as advance:
             problems = check(store, advance)
-        if output is not None:
-            write_json(output, {"store": str(store), "sound": not problems, "problems": problems})
-    except ModuleNotFoundError as error:
+    except (DataError, ModuleNotFoundError) as error:
         _refuse(str(error))
     except OSError as error:
         _refuse(f"cannot read or write {error.filename or store}: {error.strerror or error}")
     if problems:
         more = f" (and {len(problems) - 1} more defects, see --json)" if len(problems) > 1 else ""
-        _refuse(f"{store} is not sound: {problems[0]}{more}")
-    Console().print(f"{store} is sound", highlight=False, soft_wrap=True)
+        print(f"randombatch: {store} is not sound: {problems[0]}{more}", file=sys.stderr)
+    else:
+        Console().print(f"{store} is sound", highlight=False, soft_wrap=True)
+    _save(output, {"store": str(store), "sound": not problems, "problems": problems})
+    if problems:
+        raise typer.Exit(2)

@@ -116,9 +116,15 @@ def _blank(c):
 
 
 @compiled
-def _number(text, at, end):
-    """(the whole number that begins at the next character that is not blank, where it ends); -1 if there is none."""
+def _number(text, at, end, marks):
+    """(the whole number behind blanks and at most `marks` commas or semicolons, where it ends); -1 if there is none."""
+    begin = at
     while at < end and _blank(text[at]):
+        # A second comma, or a tab right behind a tab, is a missing field; any other mix of blanks is padding.
+        if text[at] == COMMA or text[at] == SEMICOLON:
+            marks -= 1
+        elif text[at] == TAB and at > begin and text[at - 1] == TAB:
+            marks = -1
         at += 1
     value = np.int64(0)
     begin = at
@@ -127,15 +133,16 @@ def _number(text, at, end):
             return np.int64(-1), at
         value = value * 10 + (text[at] - ZERO)
         at += 1
-    if at == begin or (at < end and not _blank(text[at])):
+    if marks < 0 or at == begin or (at < end and not _blank(text[at])):
         return np.int64(-1), at
     return value, at
 
 
 @compiled
 def parse_edges(text, num_nodes, edges):
-    """Edges of lines of text uint8: two ids below num_nodes, set apart by blanks, commas or semicolons.
+    """Edges of lines of text uint8: two ids below num_nodes, set apart by blanks, a comma or a semicolon.
 
+    A comma, a semicolon or a tab before the first id is a missing field, see also `_number`: the line is a bad one.
     Further columns are ignored; empty lines and those that begin with # or % are skipped. A carriage return belongs to
     the end of a line; elsewhere it makes the line a bad one. Returns (edges, lines, bad lines, number of the first bad
     line from 1, where it begins).
@@ -153,13 +160,14 @@ def parse_edges(text, num_nodes, edges):
         lines += 1
         if end > start and text[end - 1] == RETURN:
             end -= 1
-        while start < end and _blank(text[start]):
-            start += 1
-        if start == end or text[start] == HASH or text[start] == PERCENT:
+        begin = start
+        while begin < end and text[begin] in (SPACE, TAB):
+            begin += 1
+        if begin == end or text[begin] == HASH or text[begin] == PERCENT:
             continue
-        a, middle = _number(text, start, end)
-        b, _ = _number(text, middle, end)
-        if torn or a < 0 or b < 0 or a >= num_nodes or b >= num_nodes:
+        a, middle = _number(text, start, end, 0)
+        b, _ = _number(text, middle, end, 1)
+        if torn or text[start] == TAB or a < 0 or b < 0 or a >= num_nodes or b >= num_nodes:
             bad += 1
             if bad == 1:
                 first, where = lines, start

@@ -1,6 +1,5 @@
 """Splits, piece by piece into arrays of node ids: of the source, or drawn where it has none."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +14,8 @@ from randombatch.data.store.layout import PARTS, ArrayWriter, map_array, smalles
 from randombatch.data.store.sources.base import Source
 from randombatch.data.store.workspace import Workspace
 
-# Nodes whose masks are looked at together.
-SPAN = 1 << 18
+# Values of one mask looked at together, nodes times splits: with what they become less than the least for buffers.
+SPAN = 1 << 20
 SPLIT_SEED = 123
 PAIRS = ((0, 1), (0, 2), (1, 2))
 
@@ -52,29 +51,41 @@ def _write_ids(
     first = next(pieces)
     tally = _Tally(first.shape[2], num_classes)
     dtype = smallest("split", source.num_nodes - 1)
-    names = [split_name(part, s) for s in range(first.shape[2]) for part in PARTS]
-    with contextlib.ExitStack() as stack:
-        writers = {name: stack.enter_context(ArrayWriter(work.arrays / f"{name}.npy", dtype)) for name in names}
-        start = 0
-        for masks in itertools.chain((first,), pieces):
-            stop = start + masks.shape[1]
-            tally.add(masks, y[start:stop], start)
-            for s in range(masks.shape[2]):
-                for p, part in enumerate(PARTS):
-                    writers[split_name(part, s)].append(masks[p, :, s].nonzero()[0] + start)
-            start = stop
-            advance("splits", start, source.num_nodes)
-        tally.check()
-        return {name: writer.finish() for name, writer in writers.items()}, tally
+    states: dict[str, dict[str, int] | None] = {
+        split_name(part, s): None for s in range(first.shape[2]) for part in PARTS
+    }
+
+    def writer(name: str) -> ArrayWriter:
+        # Opened for each piece anew: many splits are more files than a process may have open.
+        return ArrayWriter(work.arrays / f"{name}.npy", dtype, state=states[name])
+
+    start = 0
+    for masks in itertools.chain((first,), pieces):
+        stop = start + masks.shape[1]
+        tally.add(masks, y[start:stop], start)
+        for s in range(masks.shape[2]):
+            for p, part in enumerate(PARTS):
+                with writer(split_name(part, s)) as file:
+                    file.append(masks[p, :, s].nonzero()[0] + start)
+                    states[split_name(part, s)] = file.state
+        start = stop
+        advance("splits", start, source.num_nodes)
+    tally.check()
+    entries = {}
+    for name in states:
+        with writer(name) as file:
+            entries[name] = file.finish()
+    return entries, tally
 
 
 def _drawn(source: Source, y: np.ndarray) -> Iterator[np.ndarray]:
     """The masks that `data.load` draws for a source without any, piece by piece."""
-    labelled = sum(int((y[a : a + SPAN] >= 0).sum()) for a in range(0, y.size, SPAN))
+    size = SPAN // source.default_splits
+    labelled = sum(int((y[a : a + size] >= 0).sum()) for a in range(0, y.size, size))
     draw = random_parts(labelled, SPLIT_SEED, source.default_splits, *source.fractions)
     rank = 0
-    for start in range(0, y.size, SPAN):
-        has = np.asarray(y[start : start + SPAN]) >= 0
+    for start in range(0, y.size, size):
+        has = np.asarray(y[start : start + size]) >= 0
         masks = np.zeros((3, has.size, source.default_splits), bool)
         count = int(has.sum())
         masks[:, has] = draw(rank, rank + count)

@@ -14,7 +14,7 @@ from randombatch.data.graph import DataError
 from randombatch.data.options import one_of
 from randombatch.data.raw import metric_name
 from randombatch.data.store import kernels
-from randombatch.data.store.budget import Plan, Watch, size
+from randombatch.data.store.budget import Plan, Watch, parse_size, size
 from randombatch.data.store.csr import KEY, Advance, Keys, merge, partition
 from randombatch.data.store.features import write_features
 from randombatch.data.store.labels import write_labels
@@ -34,7 +34,7 @@ def prepare(
     source: Source,
     path: str | Path,
     *,
-    max_memory: int = MAX_MEMORY,
+    max_memory: int | str = MAX_MEMORY,
     undirected: bool = True,
     features: str | None = None,
     metric: str | None = None,
@@ -48,7 +48,7 @@ def prepare(
     Args:
         source: see `open_source`.
         path: the folder to make; it must not exist.
-        max_memory: bytes of anonymous memory that the process may hold, everything included.
+        max_memory: bytes (or "4GiB") of anonymous memory that the process may hold, everything included.
         undirected: store both directions of every edge.
         features: "float16" or "float32" instead of the source's.
         metric: "accuracy", "roc_auc" or "f1" instead of the source's.
@@ -64,6 +64,9 @@ def prepare(
     Cost: time linear in edges and features. Disk, beside the result, 8 bytes per arc before the features are written.
     """
     path = Path(path).expanduser().absolute()
+    max_memory = parse_size(max_memory)
+    if not isinstance(undirected, bool):
+        raise DataError(f"`undirected` must be True or False, got {undirected!r}")
     features = one_of("features", features or source.feature_dtype, FEATURES)
     source.metric = metric_name(metric or source.metric)
     settings = {"source": source.where, "undirected": undirected, "features": features, "metric": source.metric}
@@ -119,7 +122,10 @@ def _run(
 
 
 def _plan(source: Source, work: Workspace, max_memory: int, undirected: bool, features: str) -> tuple[Plan, Keys]:
-    """What is held at a time. The cut into pieces stays as it was noted first, or the pieces would not be the same."""
+    """What is held at a time. The cut into pieces stays as it was noted first, or the pieces would not be the same.
+
+    Where the budget does not allow such pieces any more, the stage that was cut into them begins anew.
+    """
     kernels.warm()
     held = resident_anonymous() or highest_resident()
     plan = Plan.of(max_memory, held, source.held_bytes)
@@ -128,9 +134,17 @@ def _plan(source: Source, work: Workspace, max_memory: int, undirected: bool, fe
     _check_disk(source, work, arcs, features)
     noted = work.stage("plan")
     if noted:
+        # The same budget allows a little more or less from call to call: that is no reason.
+        if max_memory < noted.get("max_memory", 0):
+            for stage, key in (("partition", "chunk_edges"), ("features", "chunk_bytes")):
+                if noted[key] > getattr(plan, key) and not work.stage(stage).get("done"):
+                    work.journal["stages"][stage] = {}
+                    noted[key] = getattr(plan, key)
+            work.note("plan", noted | {"max_memory": max_memory})
         plan = Plan(chunk_edges=noted["chunk_edges"], chunk_bytes=noted["chunk_bytes"], bucket_bytes=plan.bucket_bytes)
         return plan, Keys(num_nodes=source.num_nodes, bits=keys.bits, shift=noted["shift"])
-    work.note("plan", {"chunk_edges": plan.chunk_edges, "chunk_bytes": plan.chunk_bytes, "shift": keys.shift})
+    noted = {"chunk_edges": plan.chunk_edges, "chunk_bytes": plan.chunk_bytes, "shift": keys.shift}
+    work.note("plan", noted | {"max_memory": max_memory})
     return plan, keys
 
 

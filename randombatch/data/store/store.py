@@ -45,9 +45,13 @@ class Store:
         self.num_classes: int = description["num_classes"]
         self.num_splits: int = description["num_splits"]
         self.undirected: bool = description["undirected"]
-        entries = description["arrays"]
-        self._arrays = {name: map_array(path / f"{name}.npy", entries[name]) for name in array_names(self.num_splits)}
-        self.x, self.indptr, self.indices, self.y = (self._arrays[name] for name in ("x", "indptr", "indices", "y"))
+        self._folder = path.absolute()
+        self._arrays: dict[str, np.ndarray] = {}
+        self._arrays = {name: self.array(name) for name in ("x", "indptr", "indices", "y")}
+        self.x, self.indptr, self.indices, self.y = self._arrays.values()
+        # Splits are looked at here, and mapped when they are asked for: every map holds a file open.
+        for name in array_names(self.num_splits):
+            self.array(name)
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
@@ -69,14 +73,16 @@ class Store:
 
     def array(self, name: str) -> np.ndarray:
         """The array of file NAME.npy."""
-        return self._arrays[name]
+        if name in self._arrays:
+            return self._arrays[name]
+        return map_array(self._folder / f"{name}.npy", self.description["arrays"][name])
 
     def split(self, part: str, number: int = 0) -> np.ndarray:
         """Increasing ids of the nodes of "train", "val" or "test", int32 or int64, of stored split `number`."""
         one_of("part", part, PARTS)
         if not 0 <= number < self.num_splits:
             raise DataError(f"{self.path} has splits 0 to {self.num_splits - 1}, got {number}")
-        return self._arrays[split_name(part, number)]
+        return self.array(split_name(part, number))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Store.open, (self.path,)

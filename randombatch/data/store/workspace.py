@@ -45,7 +45,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator["Workspace"]:
-        """Take the folder; it is removed on bad input and on a full disk, and kept on anything else."""
+        """Take the folder; it is removed on every error, and kept where the work is killed or interrupted."""
         if self.path.exists() or self.path.is_symlink():
             if self.folder.is_dir() and not self.arrays.exists():
                 # Killed between the last rename and the end.
@@ -54,25 +54,33 @@ class Workspace:
         try:
             self._take()
             yield self
-        except DataError:
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in FULL
             # What was refused before it went on (too little memory now) leaves earlier work as it is.
-            if not self.resumed or self._noted:
+            if full or not self.resumed or self._noted:
                 self.discard()
+            if isinstance(error, OSError):
+                raise self._refusal(error) from None
             raise
-        except OSError as error:
-            if error.errno in FULL:
-                self.discard()
-                raise DataError(
-                    f"no room left for {self.path} ({error.strerror}): temporary files were removed; free some disk "
-                    "space or choose another place"
-                ) from None
-            where = error.filename or self.folder
-            raise DataError(
-                f"cannot read or write {where} ({error.strerror or error}): choose another place for the store"
-            ) from None
         finally:
             if self._lock is not None:
                 self._lock.close()
+
+    def _refusal(self, error: OSError) -> DataError:
+        if error.errno in FULL:
+            return DataError(
+                f"no room left for {self.path} ({error.strerror}): temporary files were removed; free some disk space "
+                "or choose another place"
+            )
+        if error.errno == errno.EMFILE:
+            return DataError(
+                f"too many open files while {self.path} was prepared: raise their number, for example by "
+                "`ulimit -n 4096`, and try again"
+            )
+        where = error.filename or self.folder
+        return DataError(
+            f"cannot read or write {where} ({error.strerror or error}): choose another place for the store"
+        )
 
     def _take(self) -> None:
         if not self.path.parent.is_dir():

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from randombatch.data.graph import DataError
+from randombatch.data.options import whole
 from randombatch.data.raw import Raw
 from randombatch.data.store.pipeline import prepare
 from randombatch.data.store.sources.memory import MemorySource, raw_of_data
@@ -27,7 +29,7 @@ def write_store(
     num_classes: int | None = None,
     undirected: bool = True,
     features: str | None = None,
-    max_memory: int = UNLIMITED,
+    max_memory: int | str = UNLIMITED,
 ) -> Store:
     """Write arrays or tensors as a store, and open it.
 
@@ -42,11 +44,15 @@ def write_store(
         num_classes: None = largest label + 1.
         undirected: store both directions of every edge.
         features: "float16" or "float32"; None = float16 if `x` is, else float32.
-        max_memory: bytes that the process may hold, the arrays included.
+        max_memory: bytes (or "4GiB") that the process may hold, the arrays included.
 
     Raises:
         DataError: one line that says what to do; nothing is left behind.
     """
+    if name is not None and not isinstance(name, str):
+        raise DataError(f"`name` must be a text, got {name!r}")
+    if num_classes is not None:
+        num_classes = whole("num_classes", int(num_classes) if isinstance(num_classes, np.integer) else num_classes, 2)
     name = name or Path(path).name
     raw = Raw(name=name, x=x, edge_index=edge_index, y=y, masks=masks, metric=metric, num_classes=num_classes)
     prepare(MemorySource(raw), path, max_memory=max_memory, undirected=undirected, features=features)

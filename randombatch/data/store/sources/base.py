@@ -79,5 +79,5 @@ class Source(abc.ABC):
         """Pieces [n] of about `size` labels, whole numbers of any type, -1 or NaN = unlabelled."""
 
     def masks(self, size: int) -> Iterator[np.ndarray] | None:
-        """Pieces bool [3, n, S] of about `size` nodes; None if there are no splits."""
+        """Pieces bool [3, n, S] with n * S about `size`, or one node each; None if there are no splits."""
         return None

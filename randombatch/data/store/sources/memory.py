@@ -46,7 +46,7 @@ class MemorySource(Source):
         if y.is_floating_point():
             self._y = y = y.double().masked_fill(y.isnan(), -1)
         self._parts = None if raw.masks is None else check_masks(raw.masks, y.reshape(-1).long())
-        self.identity = {"content": self._digest()}
+        self.identity = {"content": self._digest(), "num_classes": raw.num_classes}
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
@@ -76,8 +76,9 @@ class MemorySource(Source):
         return None if self._parts is None else self._masks_of(self._parts, size)
 
     def _masks_of(self, parts: Sequence[torch.Tensor], size: int) -> Iterator[np.ndarray]:
-        for start in range(0, self.num_nodes, size):
-            yield np.stack([part[start : start + size].numpy() for part in parts])
+        nodes = max(1, size // parts[0].size(1))
+        for start in range(0, self.num_nodes, nodes):
+            yield np.stack([part[start : start + nodes].numpy() for part in parts])
 
 
 def _in_numpy(values: torch.Tensor) -> bool:

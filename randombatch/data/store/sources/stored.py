@@ -88,7 +88,8 @@ class NpzSource(ArraySource):
     def _masks_of(self, size: int) -> Iterator[np.ndarray]:
         assert self._masks is not None
         splits = max(mask.shape[1] if len(mask.shape) == 2 else 1 for mask in self._masks)
-        for blocks in zip(*(mask.rows(size) for mask in self._masks), strict=True):
+        nodes = max(1, size // (splits * max(mask.dtype.itemsize for mask in self._masks)))
+        for blocks in zip(*(mask.rows(nodes) for mask in self._masks), strict=True):
             parts = []
             for name, block in zip(MASKS, blocks, strict=True):
                 block = block.reshape(len(block), -1)

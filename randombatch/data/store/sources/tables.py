@@ -2,7 +2,8 @@
 
 A folder with `edges`, `x`, `y` and, if there are splits, `train`, `val`, `test`, each `.npy`, `.csv`, `.tsv` or `.txt`,
 text also compressed (`.gz`). Edges are lines of two ids; further columns are ignored, lines that begin with # or % are
-comments. `x` has one row per node, `y` one label (empty or nan: none), a part one id per line.
+comments, a missing id makes a line a bad one. `x` has one row per node, `y` one label (empty or nan: none), a part one
+id per line.
 """
 
 import gzip
@@ -157,7 +158,7 @@ def text_span(edges: int | None = None) -> int:
 def edges_of_text(text: bytes, num_nodes: int) -> EdgeChunk:
     edges = np.empty((2, len(text) // 4 + 1), np.int64)
     count, lines, bad, first, where = kernels.parse_edges(np.frombuffer(text, np.uint8), num_nodes, edges)
-    shown = text[where : where + 60].split(b"\n", 1)[0].decode(errors="replace").strip()
+    shown = text[where : where + 60].split(b"\n", 1)[0].decode(errors="replace").rstrip()
     return EdgeChunk(edges[:, :count], lines=lines, bad=bad, first_bad=(first, shown))
 
 
