@@ -45,7 +45,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator["Workspace"]:
-        """Take the folder; it is removed on every error, and kept where the work is killed or interrupted."""
+        """Take the folder; it is removed on bad input and on a full disk, and kept where the system fails or kills."""
         if self.path.exists() or self.path.is_symlink():
             if self.folder.is_dir() and not self.arrays.exists():
                 # Killed between the last rename and the end.
@@ -56,8 +56,9 @@ class Workspace:
             yield self
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in FULL
+            failed = isinstance(error, (OSError, MemoryError)) and bool(self._noted)
             # What was refused before it went on (too little memory now) leaves earlier work as it is.
-            if full or not self.resumed or self._noted:
+            if full or not (failed or (self.resumed and not self._noted)):
                 self.discard()
             if isinstance(error, OSError):
                 raise self._refusal(error) from None
@@ -78,9 +79,8 @@ class Workspace:
                 "`ulimit -n 4096`, and try again"
             )
         where = error.filename or self.folder
-        return DataError(
-            f"cannot read or write {where} ({error.strerror or error}): choose another place for the store"
-        )
+        hint = "mend that, and the same command goes on where it was" if self._noted else "choose another place for it"
+        return DataError(f"cannot read or write {where} ({error.strerror or error}): {hint}")
 
     def _take(self) -> None:
         if not self.path.parent.is_dir():
