@@ -1,6 +1,5 @@
 """Files that are whole or absent, never in between."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -24,12 +23,19 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def check_writable(path: Path) -> None:
-    """An OSError now if the file could not be written later; nothing is left."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    _beside(path).touch()
-    _beside(path).unlink()
+def check_output(path: Path | None, option: str = "--json") -> None:
+    """Before long work: its result must have a place to go to, or it is a ValueError in one line."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: the folder {path.parent} does not exist")
+    try:
+        if path.is_dir():
+            raise ValueError(f"{option}: {path} is a folder")
+        _beside(path).touch()
+        _beside(path).unlink()
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from None
 
 
 def _beside(path: Path) -> Path:

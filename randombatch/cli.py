@@ -12,13 +12,13 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the command line needs {error.name!r}: pip install 'randombatch[train]'")
 
+from randombatch.atomic import check_output, write_atomically, write_json
 from randombatch.bench.commands import bench
 from randombatch.data import names, ogb
 from randombatch.data.store import commands as store_commands
 from randombatch.data.store import is_store
 from randombatch.report.tables import print_comparison, print_convergence, print_training
 from randombatch.terminal import clear_errors, fractions, integers, pieces, say
-from randombatch.train.checkpoint import write_atomically, write_json
 from randombatch.train.config import Config, ConfigError, load_config, parse_assignment, recipe_names
 
 app = typer.Typer(
@@ -243,8 +243,7 @@ def compare(
     }  # fmt: skip
     with clear_errors():
         config = _config(recipe, flags, settings)
-        if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(f"--json: the folder {output.parent} does not exist")
+        check_output(output)
         folder = out or Path("runs") / f"{_name(recipe, config)}-compare"
         if attentions is None:
             # Models of PyTorch Geometric have no control without attention.
@@ -288,7 +287,9 @@ def predict(
     with clear_errors():
         if out.suffix in (".npy", ".csv", ".tsv", ".txt", ".json", ".pt", ".gz", ".zip", ".parquet", ".h5"):
             raise ConfigError(f"--out wants a .npz file, or a folder, got {out}")
-        if not out.absolute().parent.is_dir():
+        if out.suffix == ".npz":
+            check_output(out, "--out")
+        elif not out.absolute().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} does not exist")
         if not probabilities and out.suffix == ".npz":
             raise ConfigError("--no-probabilities is for a folder as --out, got a .npz")
@@ -328,8 +329,7 @@ def report(
     from randombatch.report.page import page
 
     with clear_errors():
-        if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out: the folder {out.parent} does not exist")
+        check_output(out, "--out")
         write_atomically(out, page(runs).encode())
     console.print(f"written to {out}", highlight=False)
 
@@ -371,8 +371,7 @@ def converge(
             batch_sizes=integers(batch_sizes), replicas=replicas, seed=seed, softmax=softmax, pictures=pictures,
             threads=threads,
         )  # fmt: skip
-        if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(f"--json: the folder {output.parent} does not exist")
+        check_output(output)
         out.mkdir(parents=True, exist_ok=True)
         with pieces() as piece:
             result = study.run(settings, piece)

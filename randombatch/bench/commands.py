@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from randombatch.atomic import write_json
+from randombatch.atomic import check_output, write_json
 from randombatch.report.tables import print_attention, print_epoch, print_particles, print_ranks, print_store
 from randombatch.terminal import clear_errors, integers, pieces, refuse, say
 
@@ -21,20 +21,20 @@ def report(
     show: Callable[[Console, dict[str, Any]], None],
     output: Path | None,
 ) -> None:
-    """Run a benchmark under progress bars, write its figures and show them; a failure is one line and code 1."""
-    if output is not None and not output.absolute().parent.is_dir():
-        refuse(f"--json: the folder {output.parent} does not exist")
-    if output is not None and output.is_dir():
-        refuse(f"--json: {output} is a folder")
+    """Run a benchmark under progress bars, show its figures and write them; a failure is one line and code 1."""
+    try:
+        check_output(output)
+    except ValueError as error:
+        refuse(str(error))
     with pieces() as piece:
         try:
             result = run(settings, piece)
         except (RuntimeError, AssertionError) as error:
             say(str(error))
             raise typer.Exit(1) from None
+    show(console, result)
     if output is not None:
         write_json(output, result)
-    show(console, result)
 
 
 @bench.command("particles")

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Path:
     [
         ("missing/r.json", "--json: the folder .*missing does not exist"),
         ("file/r.json", "--json: the folder .*file does not exist"),
-        (".", "--json: cannot write .*: Is a directory"),
+        (".", "--json: .* is a folder"),
         ("n" * 300, "--json: cannot write .*: File name too long"),
         ("/proc/r.json", "--json: cannot write /proc/r.json: "),
     ],

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from randombatch.atomic import check_writable, write_json
+from randombatch.atomic import check_output, write_json
 from randombatch.data.graph import DataError
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -57,18 +57,6 @@ class Stages:
 def _refuse(message: str) -> None:
     print(f"randombatch: {message}", file=sys.stderr)
     raise typer.Exit(2)
-
-
-def _check_output(output: Path | None) -> None:
-    """Before the long work: its figures must have a place to go to."""
-    if output is None:
-        return
-    if not output.absolute().parent.is_dir():
-        raise DataError(f"--json: the folder {output.parent} does not exist")
-    try:
-        check_writable(output)
-    except OSError as error:
-        raise DataError(f"--json: cannot write {output}: {error.strerror or error}") from None
 
 
 def _save(output: Path | None, result: dict[str, Any]) -> None:
@@ -118,7 +106,7 @@ def prepare(
         from randombatch.data.store import prepare as run
         from randombatch.data.store.budget import parse_size
 
-        _check_output(output)
+        check_output(output)
         limit = parse_size(max_memory)
         options = dict(_option(text) for text in settings or [])
         given = {k: v for k, v in tables.items() if v is not None}
@@ -187,10 +175,10 @@ def verify(
     try:
         from randombatch.data.store import verify as check
 
-        _check_output(output)
+        check_output(output)
         with Stages(quiet) as advance:
             problems = check(store, advance)
-    except (DataError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError) as error:
         _refuse(str(error))
     except OSError as error:
         _refuse(f"cannot read or write {error.filename or store}: {error.strerror or error}")
