@@ -5,10 +5,10 @@ from typing import Any
 
 
 @functools.cache
-def prefetching() -> Any:
+def prefetching(write: bool = False) -> Any:
     """A compiled `fetch(array, row, column)`: asks for the cache line of an entry of a 1-d or 2-d array, does not wait.
 
-    Nothing is read, so an index out of range is no error.
+    Nothing is read, so an index out of range is no error. `write` says that it will also be written to.
     """
     from llvmlite import ir
     from numba.core import cgutils, types
@@ -27,7 +27,7 @@ def prefetching() -> Any:
             number = ir.IntType(32)
             kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
             function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-            builder.call(function, [place, number(1), number(3), number(1)])
+            builder.call(function, [place, number(int(write)), number(3), number(1)])
             return context.get_dummy_value()
 
         return types.void(array, row, column), generate

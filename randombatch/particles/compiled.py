@@ -204,7 +204,7 @@ def _build(
     compiled = numba.njit(nogil=True, fastmath=_RATIONAL, error_model="numpy")
     inlined = numba.njit(inline="always", error_model="numpy")
     side, one, zero, infinite, missing = (real(value) for value in (length, 1, 0, math.inf, math.nan))
-    draw, fetch = drawing(), prefetching()
+    draw, fetch = drawing(), prefetching(write=True)
     put: Any
     new: Any
     if size * dim <= _REGISTERS:
