@@ -8,6 +8,11 @@ from typing import Any
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside, flush to the disk, rename: at every moment the file is the old one or the new one."""
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        # A device or a pipe is written to, not replaced.
+        path.write_bytes(content)
+        return
     temporary = _beside(path)
     try:
         with temporary.open("wb") as file:
@@ -32,6 +37,9 @@ def check_output(path: Path | None, option: str = "--json") -> None:
     try:
         if path.is_dir():
             raise ValueError(f"{option}: {path} is a folder")
+        path = path.resolve() if path.is_symlink() else path
+        if path.exists() and not path.is_file():
+            return
         _beside(path).touch()
         _beside(path).unlink()
     except OSError as error:

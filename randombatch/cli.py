@@ -183,6 +183,8 @@ def train(
         "train.device": device, "train.threads": threads,
     }  # fmt: skip
     with clear_errors():
+        from randombatch.data.store.budget import parse_size
+
         config = _config(recipe, flags, settings)
         folder = out or Path("runs") / f"{_name(recipe, config)}-{config.model.attention}"
         if not config.train.max_memory:
@@ -195,6 +197,8 @@ def train(
     if summary and team.leader:
         print_training(console, result)
         console.print(f"written to {folder}", highlight=False)
+    if team.leader and config.train.max_memory and result["peak_bytes"] > parse_size(config.train.max_memory):
+        say(f"the peak was above --max-memory {config.train.max_memory}")
 
 
 @app.command()

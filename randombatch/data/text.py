@@ -1,5 +1,6 @@
 """Large tables of text, plain or compressed, a few megabytes of whole lines at a time."""
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -32,6 +33,8 @@ def blocks_of_lines(opener: Callable[[], IO[bytes]], what: str, packed: bool, sp
         with opener() as stored:
             file: Any = gzip.GzipFile(fileobj=stored) if packed else stored
             while block := file.read(span):
+                if not total:
+                    block = block.removeprefix(codecs.BOM_UTF8)
                 total += len(block)
                 if packed and total > SMALL and total > LARGEST_RATIO * stored.tell():
                     raise DataError(

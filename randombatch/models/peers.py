@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -115,15 +115,28 @@ def build_model(
 
 def known_options(name: str) -> set[str]:
     """Names that `options` may have for this model."""
-    if name == "sgformer":
-        kind: Callable = SGFormer
-    elif name == "pyg-gps":
-        kind = GPS
-    else:
+    return set(_parameters(name)) - {*_WIDTHS, "attention", "batch_size"}
+
+
+def times_default(name: str, options: dict[str, Any]) -> float:
+    """How many times the layers and heads that a model has by default; 1 at least."""
+    defaults = {key: p.default for key, p in _parameters(name).items()}
+    layers = {key: value for key, value in defaults.items() if key.endswith("layers")}
+    heads = {key: value for key, value in defaults.items() if key.endswith("heads")}
+    found = 1.0
+    for group in (layers, heads):
+        if group:
+            found *= max(1.0, sum(options.get(key, value) for key, value in group.items()) / sum(group.values()))
+    return found
+
+
+def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    kind: Callable = GPS if name == "pyg-gps" else SGFormer
+    if name in ("pyg-sgformer", "pyg-polynormer"):
         from torch_geometric.nn import models
 
-        kind = {"pyg-sgformer": models.SGFormer, "pyg-polynormer": models.Polynormer}.get(name, SGFormer)
-    return set(inspect.signature(kind).parameters) - {*_WIDTHS, "attention", "batch_size"}
+        kind = models.SGFormer if name == "pyg-sgformer" else models.Polynormer
+    return inspect.signature(kind).parameters
 
 
 def _build(name: str, kind: Callable[..., _Model], widths: tuple[int, ...], options: dict[str, Any], **given) -> _Model:

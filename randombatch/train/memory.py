@@ -10,6 +10,7 @@ from randombatch.data.sampling import SeedLoader
 from randombatch.data.store.budget import RESERVE, parse_size, size
 from randombatch.machine import highest_resident, resident_anonymous
 from randombatch.models.dense import KEEP_FROM
+from randombatch.models.peers import times_default
 from randombatch.models.sgformer import GraphBranch, SGFormer
 from randombatch.train.config import ConfigError
 from randombatch.train.layerwise import bytes_of_batch, check_disk, disk_needed, memory_of_inference
@@ -20,8 +21,11 @@ from randombatch.train.sampled import SampledProblem, SampledRun
 TRIALS, MARGIN = 2, 1.15
 # Bytes for each sampled arc: while it is drawn, and in the normalised matrix and its transpose while they are built.
 DRAWN, MATRIX = 70, 64
-# Rows of the hidden width that models of PyTorch Geometric keep in a step: somewhat more than was measured.
-PEERS = {"pyg-polynormer": 96, "pyg-gps": 48, "pyg-sgformer": 32}
+# Rows of the hidden width that models of PyTorch Geometric keep in a step: somewhat more than was measured, with their
+# default layers and heads. Without gradients about half of them.
+PEERS = {"pyg-polynormer": 96, "pyg-gps": 48, "pyg-sgformer": 48}
+# Rows more for each further head of SGFormer's own attention: query, key, value and what is between them.
+HEAD = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +104,23 @@ def bytes_of_all_logits(run: Run) -> int:
     problem, graph = run.problem, run.problem.graph
     if isinstance(problem, SampledProblem) and problem.in_memory is None:
         return memory_of_inference(run.model, graph.num_nodes)
-    numbers = 6 * problem.config.model.hidden_channels + graph.num_features
+    model = problem.config.model
+    rows: float = 6 + HEAD * (_heads(run) - 1)
+    if not isinstance(run.model, SGFormer):
+        rows = _rows_of_peer(run) / 2
+    numbers = int(rows * model.hidden_channels) + graph.num_features
     return 4 * graph.num_nodes * numbers + MATRIX * (graph.num_edges + graph.num_nodes)
+
+
+def _rows_of_peer(run: Run) -> float:
+    model = run.problem.config.model
+    return PEERS.get(model.name, 48) * times_default(model.name, model.options)
+
+
+def _heads(run: Run) -> int:
+    """That hold rows of their own: random batches are streamed."""
+    model = run.problem.config.model
+    return int(model.options.get("trans_num_heads", 1)) if model.attention == "origin" else 1
 
 
 def _minibatches(loader: SeedLoader, rows: GraphInRows, nodes: int, arcs: int) -> int:
@@ -117,13 +136,10 @@ def _numbers_per_node(run: SampledRun) -> int:
     """Rows that are alive at the peak of a step, in numbers: kept for the backward pass, and gradients under way."""
     model, width = run.model, run.problem.config.model.hidden_channels
     if not isinstance(model, SGFormer):
-        return PEERS.get(run.problem.config.model.name, 48) * width
+        return int(_rows_of_peer(run) * width) + run.problem.rows.num_features
     # Fitted to what was measured with 16 to 256 hidden features.
     layers, kept = 3 + 2 * len(model.trans.attentions), 2 if width >= KEEP_FROM else 1
-    if run.problem.config.model.attention == "origin":
-        # Query, key, value and what is between them, of each further head.
-        heads = int(run.problem.config.model.options.get("trans_num_heads", 1))
-        layers += 16 * (heads - 1) * len(model.trans.attentions)
+    layers += HEAD * (_heads(run) - 1) * len(model.trans.attentions)
     if isinstance(model.graph, GraphBranch):
         layers += (kept + model.graph.use_init) * (len(model.graph.layers) + 1)
     elif model.graph is not None:
@@ -153,8 +169,9 @@ def check_budget(run: SampledRun) -> Estimate | None:
         sizes = _minibatches(run.loader, run.problem.rows, found.nodes, found.arcs)
         found = dataclasses.replace(found, minibatches=sizes)
     if found.total > parse_size(limit):
+        # What the program holds differs by a few MiB from call to call: what is asked for must do.
         raise ConfigError(
-            f"this needs about {size(found.total)} ({found}; mini-batches of up to {found.nodes:,} nodes and "
+            f"this needs about {size(1.02 * found.total)} ({found}; mini-batches of up to {found.nodes:,} nodes and "
             f"{found.arcs:,} arcs), more than --max-memory {limit}: take fewer --seeds, smaller --fanouts, a narrower "
             "model or train.prefetch=0"
         )

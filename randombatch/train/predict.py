@@ -15,7 +15,7 @@ from randombatch.train.checkpoint import load_tensors, write_atomically
 from randombatch.train.config import ConfigError, load_config
 from randombatch.train.job import check_device, load_rows, make_problem
 from randombatch.train.loop import Run
-from randombatch.train.predict_folder import Advance, check_logits, check_prediction
+from randombatch.train.predict_folder import Advance, check_kind, check_logits, check_prediction
 from randombatch.train.team import Team
 
 
@@ -48,6 +48,7 @@ def predict(
     if rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, got {rounds}")
     one = trained_run(folder, run, dataset, scratch or folder, advance)
+    check_kind(one)
     # Five arrays of doubles and one of floats.
     check_prediction(one, max_memory, 44 * one.problem.graph.num_nodes * one.problem.graph.num_classes)
     layers = [m for m in one.model.modules() if isinstance(m, Draws)]

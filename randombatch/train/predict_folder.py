@@ -24,6 +24,12 @@ from randombatch.train.scratch import LOCK, scratch_folder
 Advance = Callable[[str, int, int], None]
 
 
+def check_kind(run: Run) -> None:
+    """Refuse all nodes of a store by a model that cannot."""
+    if isinstance(run.problem, SampledProblem) and run.problem.in_memory is None:
+        run.problem.check_layerwise()
+
+
 def check_prediction(run: Run, max_memory: int | None, result: int) -> None:
     """Refuse what will not fit: the program, all rows or blocks of them, and the result (0 if that is a folder)."""
     if max_memory is None:
@@ -34,8 +40,8 @@ def check_prediction(run: Run, max_memory: int | None, result: int) -> None:
     if needed > max_memory:
         way_out = "give more, or a folder as --out" if result else "give more"
         raise ConfigError(
-            f"this needs about {size(needed)} (program {size(held)}, layers {size(blocks)}, result {size(result)}, "
-            f"reserve {size(RESERVE)}), more than --max-memory {size(max_memory)}: {way_out}"
+            f"this needs about {size(1.02 * needed)} (program {size(held)}, layers {size(blocks)}, result "
+            f"{size(result)}, reserve {size(RESERVE)}), more than --max-memory {size(max_memory)}: {way_out}"
         )
 
 
@@ -51,10 +57,10 @@ def predict_to_folder(run: Run, out: Path, max_memory: int | None = None, probab
     graph = run.problem.graph
     if out.exists():
         raise ConfigError(f"--out: {out} exists already: remove it or choose another name")
+    check_kind(run)
     check_prediction(run, max_memory, 0)
     layers = 0
     if isinstance(run.problem, SampledProblem) and run.problem.in_memory is None:
-        run.problem.check_layerwise()
         layers = disk_needed(run.model, run.problem.rows)
     row = 4 + 2 * graph.num_classes * probabilities
     check_disk(layers, graph.num_nodes, out.absolute().parent, graph.num_nodes * row)

@@ -85,7 +85,10 @@ class SampledProblem(Problem):
         """Refuse all nodes of a store at once by a model that cannot."""
         name = self.config.model.name
         if name != "sgformer":
-            raise ConfigError(f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only")
+            raise ConfigError(
+                f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only; give a graph "
+                "in memory as --dataset"
+            )
 
     def run(self, number: int, trial: bool = False) -> "SampledRun":
         return SampledRun(self, number, trial)

@@ -173,3 +173,21 @@ def test_a_long_line_among_labels_takes_no_room() -> None:
     assert peak < 2 << 20
     longest = b"0." + b"0" * 30 + b"\n"
     assert text.labels_of(longest, "y.csv", 0).tolist() == [0.0]
+
+
+def test_a_mark_of_the_byte_order_is_no_character(tmp_path: Path) -> None:
+    """Spreadsheets put one before the first line."""
+    mark = b"\xef\xbb\xbf"
+    plain, marked = tmp_path / "plain", tmp_path / "marked"
+    for folder, start in ((plain, b""), (marked, mark)):
+        folder.mkdir()
+        (folder / "edges.csv").write_bytes(start + b"0,1\n1,2\n2,3\n")
+        (folder / "x.csv").write_bytes(start + b"0.5,1\n1,2\n2,3\n4,5\n")
+        (folder / "y.csv").write_bytes(start + b"0\n1\n0\n1\n")
+        (folder / "train.csv").write_bytes(start + b"0\n1\n")
+        (folder / "val.csv").write_bytes(start + b"2\n")
+        (folder / "test.csv").write_bytes(start + b"3\n")
+        prepare(open_source(str(folder)), tmp_path / f"{folder.name}-store")
+    for name in ("x", "y", "indptr", "indices", "train-0"):
+        arrays = [np.load(tmp_path / f"{kind}-store" / f"{name}.npy") for kind in ("plain", "marked")]
+        np.testing.assert_array_equal(*arrays)

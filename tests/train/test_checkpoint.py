@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from randombatch.atomic import check_output
 from randombatch.train import checkpoint
 from randombatch.train.checkpoint import CheckpointError, Checkpoints, load_tensors, save_tensors, write_atomically
 
@@ -325,3 +326,20 @@ def test_any_cut_of_a_safetensors_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match="not a safetensors file"):
             load_tensors(path)
+
+
+def test_what_is_no_file_is_written_to_and_links_are_followed(tmp_path: Path) -> None:
+    """A device, a pipe or a link is not replaced by a file."""
+    (tmp_path / "target").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("target")
+    write_atomically(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_bytes() == b"new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    check_output(tmp_path / "pipe")
+    write_atomically(tmp_path / "pipe", b"new")
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    assert files(tmp_path) == ["link", "pipe", "target"]

@@ -84,6 +84,9 @@ def test_the_estimate_grows_with_what_is_asked_for(store: Path) -> None:
     assert total(train__together=8) > total(train__together=2)
     assert total(model__hidden_channels=64) > 1.2 * least
     assert total(model__batch_size=2000) > least + 4 * 2000**2
+    peer = total(model__name="pyg-sgformer")
+    assert total(model__name="pyg-sgformer", model__trans_num_layers=8) > 1.5 * peer
+    assert total(model__name="pyg-sgformer", model__trans_num_heads=4) > 1.5 * peer
     final = total(train__evaluation="final")
     assert final > least
     assert total(train__evaluation="final", model__batch_size=2900) > final + 4 * 2900**2
@@ -221,11 +224,12 @@ def test_logits_that_are_not_finite_are_no_prediction(trained: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_graph_in_memory_is_predicted_inside_what_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [["--attention", "origin", "--set", "model.trans_num_heads=4"], []])
+def test_a_graph_in_memory_is_predicted_inside_what_is_asked_for(tmp_path: Path, model: list[str]) -> None:
     """All its nodes go through the model at once: the least that is not refused is enough."""
     flags = [item for name, value in SETTINGS.items() for item in ("--set", f"{name}={json.dumps(value)}")]
     flags += ["--set", "data.num_nodes=60000", "--set", "train.evaluation=sampled", "--hidden", "128"]
-    done = run("train", "--dataset", "synthetic", *flags, "--out", tmp_path / "job", "--quiet")
+    done = run("train", "--dataset", "synthetic", *flags, *model, "--out", tmp_path / "job", "--quiet")
     assert done.returncode == 0, done.stderr
     done = run("predict", tmp_path / "job", "--out", tmp_path / "out", "--max-memory", "100MiB")
     assert done.returncode == 2
