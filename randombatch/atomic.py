@@ -8,9 +8,8 @@ from typing import Any
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside, flush to the disk, rename: at every moment the file is the old one or the new one."""
-    path = path.resolve() if path.is_symlink() else path
-    if path.exists() and not path.is_file():
-        # A device or a pipe is written to, not replaced.
+    path = _followed(path)
+    if _is_special(path):
         path.write_bytes(content)
         return
     temporary = _beside(path)
@@ -37,13 +36,23 @@ def check_output(path: Path | None, option: str = "--json") -> None:
     try:
         if path.is_dir():
             raise ValueError(f"{option}: {path} is a folder")
-        path = path.resolve() if path.is_symlink() else path
-        if path.exists() and not path.is_file():
+        path = _followed(path)
+        if _is_special(path):
             return
         _beside(path).touch()
         _beside(path).unlink()
     except OSError as error:
         raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from None
+
+
+def _followed(path: Path) -> Path:
+    """What a link points to: the link must stay one."""
+    return path.resolve() if path.is_symlink() else path
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe, which must be written to and not replaced."""
+    return path.exists() and not path.is_file()
 
 
 def _beside(path: Path) -> Path:

@@ -152,17 +152,19 @@ def _attentions(branch: TransformerBranch) -> list[GlobalAttention]:
     return [a for a in branch.attentions if isinstance(a, GlobalAttention)]
 
 
-def check_disk(needed: int, num_nodes: int, folder: Path, result: int = 0) -> None:
+def check_disk(layers: int, num_nodes: int, folder: Path, result: int = 0) -> None:
     """Refuse arrays of all nodes, and a result beside them, for which there is no room."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    if needed + result > free:
-        beside = f" and {in_words(result)} for the result" if result else ""
+    if layers + result > free:
+        what = f"all {num_nodes:,} nodes layer by layer need {in_words(layers)}"
+        if result:
+            what = f"{what} and {in_words(result)} for the result" if layers else f"the result needs {in_words(result)}"
         raise DataError(
-            f"all {num_nodes:,} nodes layer by layer need {in_words(needed)}{beside} in {there}, where "
-            f"{in_words(free)} are free: free some, or choose another place, a narrower model or sampled evaluation"
+            f"{what} in {there}, where {in_words(free)} are free: free some, or choose another place, a narrower model "
+            "or sampled evaluation"
         )
 
 

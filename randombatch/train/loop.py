@@ -35,6 +35,9 @@ class Problem:
     has the whole graph and mini-batches of its own.
     """
 
+    # Whether the graph stays on disk, and all of its nodes are computed layer by layer.
+    on_disk = False
+
     def __init__(self, graph: Graph | Part, config: Config, team: Team | None = None) -> None:
         device = torch.device(device_of(config.train.device))
         self.graph, self.config, self.device, self.team = graph, config, device, team or Team()

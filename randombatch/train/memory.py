@@ -102,7 +102,7 @@ def _scoring(run: SampledRun) -> int:
 def bytes_of_all_logits(run: Run) -> int:
     """All nodes by present weights: at once from memory, layer by layer from a store."""
     problem, graph = run.problem, run.problem.graph
-    if isinstance(problem, SampledProblem) and problem.in_memory is None:
+    if problem.on_disk:
         return memory_of_inference(run.model, graph.num_nodes)
     model = problem.config.model
     rows: float = 6 + HEAD * (_heads(run) - 1)
@@ -150,7 +150,7 @@ def _numbers_per_node(run: SampledRun) -> int:
 def check_disk_of_scoring(run: SampledRun) -> None:
     """Refuse to score all nodes of a store where their layers have no room, before any training."""
     problem = run.problem
-    if problem.evaluation != "sampled" and problem.in_memory is None:
+    if problem.evaluation != "sampled" and problem.on_disk:
         check_disk(disk_needed(run.model, problem.rows), problem.rows.num_nodes, problem.scratch)
 
 

@@ -18,16 +18,19 @@ from randombatch.train.config import ConfigError
 from randombatch.train.layerwise import check_disk, disk_needed
 from randombatch.train.loop import Run, TrainingError
 from randombatch.train.memory import bytes_of_all_logits
-from randombatch.train.sampled import SampledProblem
 from randombatch.train.scratch import LOCK, scratch_folder
 
 Advance = Callable[[str, int, int], None]
 
 
 def check_kind(run: Run) -> None:
-    """Refuse all nodes of a store by a model that cannot."""
-    if isinstance(run.problem, SampledProblem) and run.problem.in_memory is None:
-        run.problem.check_layerwise()
+    """Refuse all nodes of a store by a model that is not run layer by layer."""
+    name = run.problem.config.model.name
+    if run.problem.on_disk and name != "sgformer":
+        raise ConfigError(
+            f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only; give a graph in "
+            "memory as --dataset"
+        )
 
 
 def check_prediction(run: Run, max_memory: int | None, result: int) -> None:
@@ -54,14 +57,12 @@ def predict_to_folder(run: Run, out: Path, max_memory: int | None = None, probab
     Raises:
         ConfigError: the folder exists, or memory or disk do not suffice.
     """
-    graph = run.problem.graph
+    graph: Any = run.problem.graph
     if out.exists():
         raise ConfigError(f"--out: {out} exists already: remove it or choose another name")
     check_kind(run)
     check_prediction(run, max_memory, 0)
-    layers = 0
-    if isinstance(run.problem, SampledProblem) and run.problem.in_memory is None:
-        layers = disk_needed(run.model, run.problem.rows)
+    layers = disk_needed(run.model, graph) if run.problem.on_disk else 0
     row = 4 + 2 * graph.num_classes * probabilities
     check_disk(layers, graph.num_nodes, out.absolute().parent, graph.num_nodes * row)
     start = time.perf_counter()

@@ -52,6 +52,7 @@ class SampledProblem(Problem):
         self, graph: Graph | GraphInRows, config: Config, team: Team | None = None, scratch: Path | None = None
     ) -> None:
         self.in_memory = graph if isinstance(graph, Graph) else None
+        self.on_disk = self.in_memory is None
         self.rows = of_graph(graph) if isinstance(graph, Graph) else graph
         self.graph: Any = self.rows
         self.config, self.team, self.scratch = config, team or Team(), scratch or Path()
@@ -65,8 +66,8 @@ class SampledProblem(Problem):
         chosen, several = self.config.train.evaluation, self.team.size > 1
         if chosen == "auto":
             streams = self.config.model.name == "sgformer" and not several
-            return "whole" if self.in_memory is not None else "final" if streams else "sampled"
-        if chosen != "sampled" and self.in_memory is None:
+            return "whole" if not self.on_disk else "final" if streams else "sampled"
+        if chosen != "sampled" and self.on_disk:
             if several:
                 raise ConfigError(f"several ranks cannot score all nodes of a store ({chosen!r}): use 'sampled'")
             if self.config.model.name != "sgformer":
@@ -80,15 +81,6 @@ class SampledProblem(Problem):
             assert self.in_memory is not None
             self._whole = Problem(self.in_memory, self.config)
         return self._whole
-
-    def check_layerwise(self) -> None:
-        """Refuse all nodes of a store at once by a model that cannot."""
-        name = self.config.model.name
-        if name != "sgformer":
-            raise ConfigError(
-                f"{name} is not run layer by layer: all nodes of a store are predicted by sgformer only; give a graph "
-                "in memory as --dataset"
-            )
 
     def run(self, number: int, trial: bool = False) -> "SampledRun":
         return SampledRun(self, number, trial)
@@ -210,13 +202,12 @@ class SampledRun(Run):
     def stream(self, consume: Callable[[int, Tensor], None]) -> None:
         """`consume(start, logits)` for all nodes in order: in one piece from memory, in many from a store."""
         self.model.eval()
-        if self.problem.in_memory is not None:
+        if not self.problem.on_disk:
             whole = self.problem.whole
             consume(0, self.model(whole.x, whole.edges))
             return
         from randombatch.train.layerwise import stream_logits
 
-        self.problem.check_layerwise()
         assert isinstance(self.model, SGFormer)
         stream_logits(
             self.model, self.problem.rows, consume, scratch=self.problem.scratch, device=self.problem.device,
