@@ -1,7 +1,6 @@
 """`randombatch bench particles`: a step of random batches beside all pairs and a plain NumPy one."""
 
 import dataclasses
-import functools
 import gc
 import statistics
 import time
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from randombatch.machine import Peak, machine
-from randombatch.particles.compiled import CompiledStep, drawing, obstacle
-from randombatch.particles.driver import Simulation
+from randombatch.particles.compiled import CompiledStep
 from randombatch.particles.kernels import Attention
+from randombatch.particles.simulation import Simulation
 from randombatch.particles.spaces import Sphere
 from randombatch.particles.system import System
-from randombatch.permutation import fold_in
-from randombatch.prefetch import prefetching
 
 TAU = 1e-3
 
@@ -113,71 +110,19 @@ def _numpy_move(x: np.ndarray, w: np.ndarray, rows: np.ndarray, batch_size: int)
 PEERS = {"numpy": numpy_step, "numpy_stacked": stacked_numpy_step}
 
 
-class ShuffledStep(CompiledStep):
-    """Ours in another layout: the state lies in the order of the last division, with the id of each particle.
-
-    A step shuffles rows and ids into spare arrays and then finds its batches side by side. The places are divided, not
-    the ids, so it is another division than ours, as random.
-    """
-
-    def __init__(self, system: System, x: Tensor, batch_size: int) -> None:
-        super().__init__(system, x[None], batch_size)
-        self.x, self.ids = x.numpy().copy(), np.arange(len(x), dtype=np.uint32)
-        self.spare = np.empty_like(self.x), np.empty_like(self.ids)
-        self.in_order = np.arange(len(x))
-
-    def advance(self, step: int, dt: float) -> None:
-        before = self.x, self.ids
-        _shuffling()(*before, *self.spare, *super()._tables(fold_in(0, step)))
-        (self.x, self.ids), self.spare = self.spare, before
-        self(torch.from_numpy(self.x), 0, dt, None)
-
-    def _tables(self, seed: int) -> tuple[Any, ...]:
-        none = np.zeros((1, 1), np.uint16)
-        return np.uint64(self.n), np.uint64(0), none, none, self.in_order
-
-
-@functools.cache
-def _shuffling() -> Any:
-    import numba
-
-    draw, fetch = drawing(), prefetching()
-
-    @numba.njit(nogil=True)
-    def shuffle(x, ids, new_x, new_ids, n, bits, shift, flip, order):
-        items = np.empty(256, np.uint64)
-        for start in range(0, len(ids), 256):
-            count = min(256, len(ids) - start)
-            draw(items, count, start, n, bits, shift, flip, order)
-            for k in range(count):
-                fetch(x, items[k], 0)
-                fetch(ids, items[k], 0)
-            for k in range(count):
-                new_ids[start + k] = ids[items[k]]
-                for a in range(x.shape[1]):
-                    new_x[start + k, a] = x[items[k], a]
-
-    return shuffle
-
-
 def _beside_numpy(settings: Settings, d: int, p: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
-    """Ours, ours in another layout, and NumPy's take turns on the same state."""
+    """Ours and NumPy's take turns on the same state."""
     n = settings.particles[min(1, len(settings.particles) - 1)] // p * p
     system, x = example(n, d)
     ours, theirs = Simulation(system, x[None], batch_size=p, compiled=None), x.numpy().copy()
     generator = np.random.default_rng(0)
     (w,) = system.kernel.tensors()
-    simulations: dict[str, Any] = {"turns": ours}
-    if not obstacle(system, x[None], "euler", p, False):
-        simulations["shuffled"] = ShuffledStep(system, x, p)
-    seconds: dict[str, list[float]] = {name: [] for name in (*simulations, *PEERS)}
-    for simulation in simulations.values():
-        simulation.advance(0, TAU)
+    seconds: dict[str, list[float]] = {name: [] for name in ("turns", *PEERS)}
+    ours.advance(0, TAU)
     for k in range(settings.turns):
-        for name, simulation in simulations.items():
-            start = time.perf_counter()
-            simulation.advance(k + 1, TAU)
-            seconds[name].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        ours.advance(k + 1, TAU)
+        seconds["turns"].append(time.perf_counter() - start)
         for name, step in PEERS.items():
             if name == "numpy" and k:
                 continue  # takes long, and a loop in Python has no good turns
@@ -231,8 +176,7 @@ def _against(rows: list[dict[str, Any]], reference: tuple[int, int]) -> dict[str
         and (row["particles"], row["dim"], row["batch_size"]) == (whole["particles"], *reference)
     ]
     all_pairs = whole["seconds"] / same[0]["seconds"] if same else None
-    names = [name for name in ("shuffled", *PEERS) if name in named]
-    peers = {name: named[name]["seconds"] / named["turns"]["seconds"] for name in names}
+    peers = {name: named[name]["seconds"] / named["turns"]["seconds"] for name in PEERS}
     return {**peers, "all_pairs": all_pairs}
 
 

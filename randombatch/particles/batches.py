@@ -1,6 +1,7 @@
 """Who interacts with whom in a step. Batches come from `Division`; none has a single particle."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,30 +25,45 @@ def inverse_size(num_particles: int, batch_size: int) -> float:
     return sum(size * many / (size - 1) for size, many in layout(num_particles, batch_size)) / num_particles
 
 
+class Block(NamedTuple):
+    """Some batches of equal size, of some replicas.
+
+    Attributes:
+        replicas: which.
+        places: of each of these replicas, where the batches lie side by side after the step.
+        rows: `(replicas, batches, size)`, where their particles lie before it, in a table of all replicas.
+    """
+
+    replicas: slice
+    places: slice
+    rows: Tensor
+
+
 def division_blocks(
     num_particles: int, batch_size: int, seeds: Sequence[int], max_rows: int, device: torch.device | None = None
-) -> Iterator[Tensor]:
-    """RBM-1: rows of a table of len(seeds) replicas of N rows each, batches of equal size stacked, `(n, s)`.
+) -> Iterator[Block]:
+    """RBM-1: the N places of replica r are divided by `Division(num_particles, batch_size, seeds[r])`.
 
-    Replica r is divided by `Division(num_particles, batch_size, seeds[r])`. Holds O(max_rows) indices where N is large.
+    Blocks have at most `max_rows` rows (or one batch) and together every row once. Holds O(max_rows) indices where N is
+    large.
     """
-    if num_particles < SORTED_BELOW:
-        order = orders(num_particles, seeds, device)
-        order += torch.arange(len(seeds), device=device)[:, None] * num_particles
-        start = 0
+    small = num_particles < SORTED_BELOW
+    together = max(1, min(max_rows // num_particles, len(seeds)))
+    order = orders(num_particles, seeds, device) if small or together > 1 else None
+    for first in range(0, len(seeds), together):
+        replicas = slice(first, min(first + together, len(seeds)))
+        table = torch.arange(replicas.start, replicas.stop, device=device)[:, None] * num_particles
+        division, start = Division(num_particles, batch_size, seeds[first]), 0
         for size, many in layout(num_particles, batch_size):
-            stop = start + size * many
-            yield from order[:, start:stop].reshape(-1, size).split(max(1, max_rows // size))
-            start = stop
-        return
-    for r, seed in enumerate(seeds):
-        division, start = Division(num_particles, batch_size, seed), 0
-        for size, many in layout(num_particles, batch_size):
-            span = max(1, max_rows // size)
+            span = max(1, max_rows // (size * len(table)))
             for done in range(0, many, span):
-                stop = start + min(span, many - done) * size
-                yield (division.order(start, stop, device) + r * num_particles).view(-1, size)
-                start = stop
+                places = slice(start, start + min(span, many - done) * size)
+                if order is None:
+                    rows = division.order(places.start, places.stop, device)[None]
+                else:
+                    rows = order[replicas, places]
+                yield Block(replicas, places, (rows + table).view(len(table), -1, size))
+                start = places.stop
 
 
 def pick_blocks(

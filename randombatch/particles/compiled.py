@@ -1,13 +1,14 @@
 """The Euler step of small batches as machine code: the same numbers as the tensor path up to rounding.
 
 A batch of a few particles in a few dimensions is less work than the overhead of a tensor operation on it, so here one
-function draws the division, gathers a batch, moves it and puts it back, all in registers and the innermost cache. It
-is built for one kernel, batch size and dimension (about a second) and runs in as many threads as torch has.
+function draws the division, gathers a batch, moves it and puts it beside the last one, all in registers and the
+innermost cache. It is built for one kernel, batch size and dimension (about a second) and runs in as many threads as
+torch has.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from randombatch.attention.blocks import new_rows
 from randombatch.particles.batches import layout
 from randombatch.particles.kernels import (
     Attention,
@@ -37,7 +39,8 @@ LARGEST, MAX_DIM = 128, 8
 WORTH = 20_000_000
 _REGISTERS = 16  # numbers of a batch that is held in registers
 _CHUNK = 1024  # positions whose items are drawn at a time
-_AHEAD = 32  # particles whose rows are on their way from memory
+_AHEAD = 48  # particles whose rows are on their way from memory
+_LINE = 64  # bytes of memory that come together
 _RATIONAL = {"reassoc", "contract", "arcp", "nsz"}  # leaves infinities and NaN as they are
 
 
@@ -59,6 +62,8 @@ def obstacle(system: System, z: Tensor, method: str, batch_size: int | None, rep
         return f"it takes at most {MAX_DIM} dimensions and batches of at most {LARGEST} numbers"
     if z.device.type != "cpu" or z.dtype not in (torch.float32, torch.float64):
         return "it takes float32 and float64 on the CPU only"
+    if z.dtype == torch.float32 and z.shape[-2] >= 1 << 31:
+        return "it keeps the numbers of particles in 32 bits beside float32 positions: use float64"
     if torch.is_grad_enabled() and (z.requires_grad or system.needs_grad()):
         return "it has no gradients"
     try:
@@ -68,10 +73,22 @@ def obstacle(system: System, z: Tensor, method: str, batch_size: int | None, rep
     return None
 
 
+def row_width(dim: int) -> int:
+    """Numbers in the row of a particle: positions, its number, and what keeps most rows from lying in two lines."""
+    power = 1 << dim.bit_length()
+    return power if 2 * power <= 3 * (dim + 1) else dim + 1
+
+
 class CompiledStep:
-    """Moves one replica `(N, D)` in place by one step, its division named by a seed."""
+    """All particles of all replicas, and one step of theirs.
+
+    Attributes:
+        table: `(R, N, row_width(D))`, in the order of the last division: positions, and in column D the bits of the
+            particle's number, so that one access to the memory brings both.
+    """
 
     def __init__(self, system: System, z: Tensor, batch_size: int) -> None:
+        self.integer = torch.int32 if z.dtype == torch.float32 else torch.int64
         self.n, self.dim = z.shape[-2], z.shape[-1]
         self.layout = layout(self.n, batch_size)
         self.real = np.float32 if z.dtype == torch.float32 else np.float64
@@ -90,29 +107,43 @@ class CompiledStep:
             )
             for size, _ in self.layout
         ]  # fmt: skip
+        numbers = torch.arange(self.n, dtype=self.integer).view(z.dtype)[:, None].expand(len(z), -1, -1)
+        self.table, self.spare = (new_rows(z, len(z), self.n, row_width(self.dim)).zero_() for _ in range(2))
+        self.table[..., : self.dim + 1] = torch.cat([z.detach(), numbers], -1)
         self.threads = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
 
-    def __call__(self, x: Tensor, seed: int, dt: float, xi: Tensor | None) -> None:
-        """One step of `x` `(N, D)`, contiguous, with standard normal `xi` of its shape."""
-        state = x.numpy()
-        noise = np.zeros((1, self.dim), self.real) if xi is None else xi.numpy()
-        tables = self._tables(seed)
-        jobs, start = [], 0
-        for (size, many), code in zip(self.layout, self.codes, strict=True):
-            share = -(-many // self.threads)
-            scale, shock = self.real(dt / (size - 1)), self.real(self.sigma * math.sqrt(dt))
-            for first in range(0, many, share):
-                count = min(share, many - first)
-                position = start + first * size
-                jobs.append((code, (state, self.mass, noise, self.w, *tables, position, count, scale, shock)))
-            start += size * many
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Positions `(R N, D)` as they lie, and whose they are: particle i of replica r is r N + i."""
+        numbers = self.table.view(self.integer)[..., self.dim]
+        ids = numbers + self.n * torch.arange(len(numbers))[:, None]
+        return self.table[..., : self.dim].flatten(0, 1), ids.view(-1)
+
+    def __call__(self, seeds: Sequence[int], dt: float, xi: Tensor | None) -> None:
+        """One step, replica r by the division `seeds[r]`, with standard normal `xi` `(R N, D)` by particle."""
+        noise = np.zeros((len(seeds), 1, self.dim), self.real)
+        if xi is not None:
+            noise = xi.view(len(seeds), self.n, self.dim).numpy()
+        jobs = []
+        for replica, seed in enumerate(seeds):
+            old, new = self.table[replica], self.spare[replica]
+            arrays = [view.numpy() for table in (old, new) for view in (table, table.view(self.integer))]
+            common = (*arrays, self.mass, noise[replica], self.w, *self._tables(seed))
+            start = 0
+            for (size, many), code in zip(self.layout, self.codes, strict=True):
+                share = -(-many // self.threads)
+                scale, shock = self.real(dt / (size - 1)), self.real(self.sigma * math.sqrt(dt))
+                for first in range(0, many, share):
+                    count = min(share, many - first)
+                    jobs.append((code, (*common, start + first * size, count, scale, shock)))
+                start += size * many
         if self.pool is None:
             for code, arguments in jobs:
                 code(*arguments)
         else:
             for future in [self.pool.submit(code, *arguments) for code, arguments in jobs]:
                 future.result()
+        self.table, self.spare = self.spare, self.table
 
     def _tables(self, seed: int) -> tuple[Any, ...]:
         """N, the permutation's tables, and for few particles its values."""
@@ -204,13 +235,15 @@ def _build(
     compiled = numba.njit(nogil=True, fastmath=_RATIONAL, error_model="numpy")
     inlined = numba.njit(inline="always", error_model="numpy")
     side, one, zero, infinite, missing = (real(value) for value in (length, 1, 0, math.inf, math.nan))
-    draw, fetch = drawing(), prefetching(write=True)
+    row_bytes = row_width(dim) * np.dtype(real).itemsize
+    split, per_line = _LINE % row_bytes != 0, max(1, _LINE // row_bytes)
+    draw, fetch, fetch_to_write = drawing(), prefetching(), prefetching(write=True)
     put: Any
-    new: Any
+    hold: Any
     if size * dim <= _REGISTERS:
         put = tuple_setitem
         zeros, few = (zero,) * (size * dim), (zero,) * dim
-        new = numba.njit(lambda: (zeros, zeros, few))
+        hold = numba.njit(lambda: (zeros, zeros, few))
     else:
 
         @compiled
@@ -219,10 +252,10 @@ def _build(
             return store
 
         put = put_into_array
-        new = numba.njit(lambda: (np.empty(size * dim, real), np.empty(size * dim, real), np.empty(dim, real)))
+        hold = numba.njit(lambda: (np.empty(size * dim, real), np.empty(size * dim, real), np.empty(dim, real)))
 
     @inlined
-    def pull(i, y, turned, force, mass, items, o):
+    def pull(i, y, turned, force, mass, numbers, at):
         """sum_j m_j s_ij (y_j - y_i), for attention sum_j m_j s_ij y_j."""
         for a in range(dim):
             force = put(force, a, zero)
@@ -241,15 +274,16 @@ def _build(
                     value += d * d
             s = weight(value)
             if massive:
-                s *= mass[items[o + j]]
+                s *= mass[numbers[at + np.uint64(j), dim]]
             for a in range(dim):
                 force = put(force, a, force[a] + s * (y[j * dim + a] if attention else turned[i * dim + a]))
         return force
 
     @inlined
-    def move(x, mass, xi, w, items, o, y, turned, force, scale, shock):
-        """The batch of the items in places `o` and following, in place."""
+    def move(x, old, new, numbers, at, mass, xi, w, items, o, y, turned, force, scale, shock):
+        """The batch of the places `items[o]` and following goes to the places `at` and following."""
         for i in range(size):
+            numbers[at + np.uint64(i), dim] = old[items[o + i], dim]
             for a in range(dim):
                 y = put(y, i * dim + a, x[items[o + i], a])
         if attention:
@@ -260,9 +294,10 @@ def _build(
                         value += y[i * dim + a] * w[a, b]
                     turned = put(turned, i * dim + b, value)
         for i in range(size):
-            force = pull(i, y, turned, force, mass, items, o)
+            row = at + np.uint64(i)
+            force = pull(i, y, turned, force, mass, numbers, at)
             for a in range(dim):
-                force = put(force, a, force[a] * scale + (shock * xi[items[o + i], a] if noisy else zero))
+                force = put(force, a, force[a] * scale + (shock * xi[numbers[row, dim], a] if noisy else zero))
             if sphere:
                 along, norm = zero, zero
                 for a in range(dim):
@@ -273,7 +308,7 @@ def _build(
                 # One that overflowed must not pass for a point.
                 norm = one / math.sqrt(norm) if norm < infinite else missing
                 for a in range(dim):
-                    x[items[o + i], a] = force[a] * norm
+                    new[row, a] = force[a] * norm
             else:
                 for a in range(dim):
                     moved = y[i * dim + a] + force[a]
@@ -283,44 +318,44 @@ def _build(
                             moved += side
                         if moved >= side:
                             moved -= side
-                    x[items[o + i], a] = moved
+                    new[row, a] = moved
 
     @compiled
-    def step(x, mass, xi, w, n, bits, shift, flip, order, position, count, scale, shock):
+    def step(x, old, new, numbers, mass, xi, w, n, bits, shift, flip, order, position, count, scale, shock):
         """Batches are drawn a chunk before they are moved, into the two halves of `items` in turn.
 
         Their rows are sent for `ahead` batches before they are needed: the memory answers while others are moved.
+        `old` and `numbers` are the bits of `x` and `new`.
         """
-        per_chunk, ahead = max(_CHUNK // size, 1), max(_AHEAD // size, 1)
+        per_chunk, ahead = max(_CHUNK // size, 2), max(_AHEAD // size, 2)
         half = per_chunk * size
         items = np.zeros(2 * half, np.uint64)
-        y, turned, force = new()
+        y, turned, force = hold()
         draw(items, min(per_chunk, count) * size, position, n, bits, shift, flip, order)
         o = 0
         for first in range(0, count, per_chunk):
             batches = min(per_chunk, count - first)
             after = first + batches
-            draw(
-                items[half - o :],
-                min(per_chunk, count - after) * size,
-                position + after * size,
-                n,
-                bits,
-                shift,
-                flip,
-                order,
-            )
+            rest, place = min(per_chunk, count - after) * size, position + after * size
+            draw(items[half - o :], rest, place, n, bits, shift, flip, order)
             for b in range(batches):
-                far = o + (b + ahead) * size
-                if far >= 2 * half:
-                    far -= 2 * half
-                for k in range(far, far + size):
-                    fetch(x, items[k], 0)
-                    if massive:
-                        fetch(mass, items[k], 0)
-                    if noisy:
-                        fetch(xi, items[k], 0)
-                move(x, mass, xi, w, items, o + b * size, y, turned, force, scale, shock)
+                at = np.uint64(position + (first + b) * size)
+                far = (o + (b + ahead) * size) % (2 * half)
+                for k in range(size):
+                    fetch(x, items[far + k], 0)
+                    if split:
+                        fetch(x, items[far + k], dim)
+                for k in range(0, size, per_line):
+                    fetch_to_write(new, at + np.uint64(ahead * size + k), 0)
+                if massive or noisy:
+                    near = (o + (b + ahead // 2) * size) % (2 * half)
+                    for k in range(size):
+                        number = old[items[near + k], dim]
+                        if massive:
+                            fetch(mass, number, 0)
+                        if noisy:
+                            fetch(xi, number, 0)
+                move(x, old, new, numbers, at, mass, xi, w, items, o + b * size, y, turned, force, scale, shock)
             o = half - o
 
     return step

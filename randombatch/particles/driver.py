@@ -10,16 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows, rows_per_block
-from randombatch.particles.batches import division_blocks, layout, pick_blocks
-from randombatch.particles.compiled import WORTH, CompiledStep, obstacle
+from randombatch.particles.compiled import WORTH
+from randombatch.particles.simulation import Shuffled, Simulation
 from randombatch.particles.spaces import Box
-from randombatch.particles.steppers import STEPPERS, Stepper
 from randombatch.particles.system import System
-from randombatch.permutation import fold_in
 
-# Seeds of steps and of noise must not meet.
-_DIVISIONS, _NOISE, _PICKS = 0, 1, 2
 Progress = bool | Callable[[int, int], None]
 
 
@@ -98,26 +93,26 @@ def simulate(
         compiled=pays and None if compiled is None else compiled,
     )  # fmt: skip
     saved, times, stopped = [z], [0.0], None
-    spare: tuple[float, Tensor] | None = None
+    spare: tuple[float, Shuffled] | None = None
     keep = torch.enable_grad() if run.differentiable else torch.no_grad()
     with keep, _shown(progress, steps) as show:
         for k in range(steps):
             now = min(horizon, (k + 1) * tau)
             run.advance(k, now - min(horizon, k * tau))
-            if not math.isfinite(float(run.z.detach().sum())) and not bool(run.z.isfinite().all()):
+            if not run.finite():
                 stopped = _explain(system, k + 1, steps, tau)
                 warnings.warn(stopped, RuntimeWarning, stacklevel=2)
                 break
             if k + 1 == steps or (save_every and (k + 1) % save_every == 0):
-                saved.append(run.state if run.differentiable else run.state.clone())
+                saved.append(run.state)
                 times.append(now)
                 spare = None
             elif (k + 1) % max(1, steps // 64) == 0 or (k + 1) & k == 0:
-                spare = now, run.state if run.differentiable else run.state.clone()
+                spare = now, run.copy()
             show(k + 1, steps)
     if stopped and spare is not None:
         times.append(spare[0])
-        saved.append(spare[1])
+        saved.append(spare[1].by_particle().view_as(z))
     states = torch.stack(saved)
     if x0_is_single(x0):
         states = states.squeeze(1)
@@ -128,122 +123,6 @@ def simulate(
 def x0_is_single(x0: Tensor | tuple[Tensor, Tensor]) -> bool:
     """Whether there is one replica, without a dimension for it."""
     return (x0 if isinstance(x0, Tensor) else x0[0]).dim() == 2
-
-
-class Simulation:
-    """The state of a simulation, and one step of it: what `simulate` drives.
-
-    Args:
-        system: what moves.
-        z: `(R, N, D)` positions, or `(R, N, 2 D)` positions and velocities; it is not changed.
-        batch_size, seed, method, replacement: as for `simulate`.
-        compiled: machine code: True or an error, None if it can, False never.
-    """
-
-    def __init__(
-        self,
-        system: System,
-        z: Tensor,
-        *,
-        batch_size: int | None,
-        seed: int = 0,
-        method: str | None = None,
-        replacement: bool = False,
-        compiled: bool | None = False,
-    ) -> None:
-        name = method or ("baoab" if system.second_order else "euler")
-        self.system, self.batch_size, self.seed, self.replacement = system, batch_size, seed, replacement
-        self.replicas, self.n, self.width = z.shape
-        self.dim = self.width // 2 if system.second_order else self.width
-        self.stepper = _stepper(system, name, z, batch_size)
-        self.differentiable = torch.is_grad_enabled() and (
-            z.requires_grad or system.needs_grad() or system.hides_grad(z)
-        )
-        self.exact = batch_size is None or batch_size >= self.n
-        self.code = self._compile(z, name) if compiled is not False else None
-        if compiled and self.code is None:
-            why = obstacle(system, z, name, batch_size, replacement)
-            raise ValueError(f"compiled=True cannot run this simulation: {why}")
-        self.z = z.reshape(-1, self.width)
-        if not self.differentiable:
-            self.z = new_rows(self.z, *self.z.shape).copy_(self.z.detach())
-        self.masses = None if system.masses is None else system.masses.to(z)
-        self.xi: Tensor | None = None
-
-    def _compile(self, z: Tensor, name: str) -> CompiledStep | None:
-        if self.batch_size is None or obstacle(self.system, z, name, self.batch_size, self.replacement):
-            return None
-        return CompiledStep(self.system, z, self.batch_size)
-
-    @property
-    def state(self) -> Tensor:
-        return self.z.view(self.replicas, self.n, self.width)
-
-    def advance(self, step: int, dt: float) -> None:
-        """One step of length dt."""
-        if self.replacement and not self.exact:
-            self._advance_by_picks(step, dt)
-            return
-        xi = self._noise(step)
-        if self.exact:
-            mass = None if self.masses is None else self.masses.expand(self.replicas, self.n)
-            noise = None if xi is None else xi.view(self.replicas, self.n, self.dim)
-            z = self.stepper(self.system, self.state, mass, self.n, dt, noise)
-            self.z = z.reshape(-1, self.width)
-            return
-        assert self.batch_size is not None
-        if self.code is not None:
-            for r in range(self.replicas):
-                noise = None if xi is None else xi.view(self.replicas, self.n, self.dim)[r]
-                self.code(self.state[r], fold_in(self.seed, _DIVISIONS, step, r), dt, noise)
-            return
-        seeds = [fold_in(self.seed, _DIVISIONS, step, r) for r in range(self.replicas)]
-        rows = division_blocks(self.n, self.batch_size, seeds, self._rows_per_block(), self.z.device)
-        self._move(rows, dt, xi)
-
-    def _move(self, blocks: Iterator[Tensor], dt: float, xi: Tensor | None, picked: bool = False) -> None:
-        """Batches are disjoint: each is moved in place, or all results go into one new state for gradients.
-
-        `xi` is of all particles, or of the picked ones only.
-        """
-        done = []
-        for rows in blocks:
-            flat = rows.reshape(-1)
-            z = self.z.index_select(0, flat).view(*rows.shape, self.width)
-            mass = None if self.masses is None else self.masses[rows % self.n]
-            noise = None if xi is None else (xi if picked else xi.index_select(0, flat)).view(*rows.shape, self.dim)
-            z = self.stepper(self.system, z, mass, self.n, dt, noise).view(-1, self.width)
-            if self.differentiable:
-                done.append((flat, z))
-            else:
-                self.z.index_copy_(0, flat, z)
-        if done:
-            self.z = self.z.index_copy(0, torch.cat([rows for rows, _ in done]), torch.cat([z for _, z in done]))
-
-    def _advance_by_picks(self, step: int, dt: float) -> None:
-        assert self.batch_size is not None
-        seeds = [fold_in(self.seed, _PICKS, r) for r in range(self.replicas)]
-        generator = torch.Generator(self.z.device).manual_seed(fold_in(self.seed, _NOISE, step))
-        for rows in pick_blocks(self.n, self.batch_size, seeds, step, self.z.device):
-            xi = None
-            if self.system.noisy:
-                shape = (rows.numel(), self.dim)
-                xi = torch.randn(shape, generator=generator, dtype=self.z.dtype, device=self.z.device)
-            self._move(iter([rows]), dt, xi, picked=True)
-
-    def _noise(self, step: int) -> Tensor | None:
-        """Standard normal numbers of a step, by particle: the same for every batch size."""
-        if not self.system.noisy:
-            return None
-        generator = torch.Generator(self.z.device).manual_seed(fold_in(self.seed, _NOISE, step))
-        if self.xi is None or self.differentiable:
-            self.xi = torch.empty(len(self.z), self.dim, dtype=self.z.dtype, device=self.z.device)
-        return self.xi.normal_(generator=generator)
-
-    def _rows_per_block(self) -> int:
-        """Several arrays of `batch x width` and `batch x batch` numbers should stay in the cache together."""
-        assert self.batch_size is not None
-        return rows_per_block(4 * max(self.width, self.batch_size), self.z.device)
 
 
 def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) -> Tensor:
@@ -299,23 +178,6 @@ def _check(
         raise ValueError(f"`save_every` must be an int of at least 1, got {save_every}")
     # A horizon of k steps but for rounding has k steps.
     return max(1, math.ceil(horizon / tau * (1 - 1e-12)))
-
-
-def _stepper(system: System, name: str, z: Tensor, batch_size: int | None) -> Stepper:
-    if name not in STEPPERS:
-        raise ValueError(f"`method` must be one of {', '.join(STEPPERS)}, got {name!r}")
-    if name == "baoab" and not system.second_order:
-        raise ValueError("baoab is for second-order systems: give the system a friction, or use euler or rk4")
-    if name == "pair-flow":
-        if system.second_order or system.kernel.diagonal(z[:, :1]) is not None:
-            raise ValueError("pair-flow is for first-order systems whose particles exert nothing on themselves")
-        largest = z.shape[1] if batch_size is None else layout(z.shape[1], batch_size)[0][0]
-        if largest > 8:
-            raise ValueError(
-                f"pair-flow takes the pairs of a batch one after the other, and {largest} particles have too many: use "
-                "batch_size=2"
-            )
-    return STEPPERS[name]
 
 
 def _explain(system: System, step: int, steps: int, tau: float) -> str:

@@ -8,11 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from randombatch.bench.particles import PEERS, TAU, Settings, ShuffledStep, example, run
+from randombatch.bench.particles import PEERS, TAU, Settings, example, run
 from randombatch.cli import app
-from randombatch.particles.compiled import CompiledStep
-from randombatch.particles.driver import Simulation
-from randombatch.permutation import fold_in
+from randombatch.particles.simulation import Simulation
 
 
 class Fixed:
@@ -40,25 +38,6 @@ def test_numpy_takes_the_same_step(monkeypatch: pytest.MonkeyPatch, peer: str, d
     np.testing.assert_allclose(theirs, ours.state[0].numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [300, 5000])
-def test_the_other_layout_takes_the_same_step(n: int) -> None:
-    """Every place moves as in place, and the ids say whose it is."""
-    system, x = example(n, 2)
-    shuffled, in_place = ShuffledStep(system, x, 2), CompiledStep(system, x[None], 2)
-    owner = np.arange(n)
-    for step in range(3):
-        places = torch.from_numpy(shuffled.x.copy())
-        in_place(places, fold_in(0, step), TAU, None)
-        shuffled.advance(step, TAU)
-        before = np.empty(n, int)
-        before[owner] = np.arange(n)
-        now = before[shuffled.ids]  # where each particle lay
-        assert np.array_equal(np.sort(shuffled.ids), np.arange(n))
-        assert (now == np.arange(n)).mean() < 0.1
-        np.testing.assert_allclose(shuffled.x, places.numpy()[now], atol=1e-7)
-        owner = shuffled.ids.copy()
-
-
 def test_the_file_of_figures(tmp_path: Path) -> None:
     arguments = ["--particles", "128,256", "--dims", "2", "--batch-sizes", "2,4", "--turns", "1"]
     out = tmp_path / "particles.json"
@@ -67,7 +46,7 @@ def test_the_file_of_figures(tmp_path: Path) -> None:
     assert set(result) == {"settings", "machine", "rows", "ratios", "skipped"}
     assert result["skipped"] == []
     assert set(result["ratios"]) == {"step_time_vs", "time_per_particle_spread"}
-    assert result["ratios"]["step_time_vs"].keys() == {"shuffled", "numpy", "numpy_stacked", "all_pairs"}
+    assert result["ratios"]["step_time_vs"].keys() == {"numpy", "numpy_stacked", "all_pairs"}
     steps = [r for r in result["rows"] if r["name"] == "step"]
     assert {(r["particles"], r["batch_size"]) for r in steps} == {(n, p) for n in (128, 256) for p in (2, 4)}
     numpy = next(r for r in result["rows"] if r["name"] == "numpy")

@@ -47,14 +47,19 @@ def test_everyone_is_in_exactly_one_batch(n: int, p: int, max_rows: int) -> None
         max_rows = 128
     seeds = [3, 4] if n > 1000 else [3, 4, -5, 2**70]
     blocks = list(division_blocks(n, p, seeds, max_rows))
-    rows = torch.cat([block.reshape(-1) for block in blocks])
+    rows = torch.cat([block.rows.reshape(-1) for block in blocks])
     assert torch.equal(rows.sort().values, torch.arange(n * len(seeds)))
+    taken = torch.zeros(len(seeds), n, dtype=torch.int64)
     counted: Counter[int] = Counter()
     for block in blocks:
-        assert block.numel() <= max_rows or len(block) == 1
-        counted[block.shape[1]] += len(block)
-        # A batch holds particles of one replica.
-        assert torch.equal(block // n, (block[:, :1] // n).expand_as(block))
+        replicas, batches, size = block.rows.shape
+        assert block.rows.numel() <= max_rows or replicas * batches == 1
+        counted[size] += replicas * batches
+        # A batch holds particles of one replica, and goes to places of it.
+        mine = torch.arange(len(seeds))[block.replicas]
+        assert torch.equal(block.rows // n, mine[:, None, None].expand_as(block.rows))
+        taken[block.replicas, block.places] += torch.ones(replicas, batches * size, dtype=torch.int64)
+    assert bool((taken == 1).all())
     assert counted == {size: many * len(seeds) for size, many in layout(n, p)}
 
 
@@ -74,15 +79,15 @@ def test_batches_are_those_of_the_division(n: int, p: int) -> None:
         division = Division(n, p, seed)
         wanted = [batch.tolist() for batch in division.order().split(list(division.sizes))]
         blocks = list(division_blocks(n, p, (11, 12), 300))
-        mine = [b for block in blocks for b in (block - r * n).tolist() if 0 <= b[0] < n]
+        mine = [b for block in blocks for b in (block.rows - r * n).flatten(0, 1).tolist() if 0 <= b[0] < n]
         assert mine == wanted
 
 
 def test_large_blocks_are_drawn_in_spans() -> None:
     """Blocks of any size hold the same batches in the same order."""
     n, p = SORTED_BELOW + 1, 6
-    whole = [b for block in division_blocks(n, p, [5], 10**9) for b in block.tolist()]
-    parts = [b for block in division_blocks(n, p, [5], 100) for b in block.tolist()]
+    whole = [b for block in division_blocks(n, p, [5], 10**9) for b in block.rows.flatten(0, 1).tolist()]
+    parts = [b for block in division_blocks(n, p, [5], 100) for b in block.rows.flatten(0, 1).tolist()]
     assert whole == parts
 
 
@@ -107,7 +112,7 @@ def test_no_two_draws_are_alike() -> None:
 
     def draw(seed: int, step: int, replica: int) -> tuple[int, ...]:
         (block,) = division_blocks(40, 4, [fold_in(seed, step, replica)], 1000)
-        return tuple(block.reshape(-1).tolist())
+        return tuple(block.rows.reshape(-1).tolist())
 
     draws = {draw(seed, step, replica) for seed in range(3) for step in range(5) for replica in range(4)}
     assert len(draws) == 3 * 5 * 4

@@ -27,7 +27,7 @@ from randombatch.particles import (
 )
 from randombatch.particles import compiled as compiled_module
 from randombatch.particles.compiled import obstacle
-from randombatch.particles.driver import Simulation
+from randombatch.particles.simulation import Simulation
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 W = torch.tensor([[0.3, -1.1, 0.2], [0.8, 0.1, -0.4], [-0.5, 0.6, 0.9]], dtype=torch.float64)
@@ -78,6 +78,21 @@ def compare(kernel: Kernel, space: object, n: int, p: int, dtype: torch.dtype, m
     if isinstance(space, Box):
         gap = torch.minimum(gap, space.length - gap)
     assert gap.max() < tolerance
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dim", [1, 2, 5, 8])
+def test_rows_of_any_width(dim: int, dtype: torch.dtype) -> None:
+    """Padded rows, rows without a gap and rows in two cache lines; more steps than there are tables."""
+    generator = torch.Generator().manual_seed(dim)
+    x = torch.randn(2, 4100, dim, generator=generator, dtype=dtype)
+    masses = 0.5 + torch.rand(4100, generator=generator)
+    system = System(kernel=Gaussian(), masses=masses, noise=0.1)
+    runs = [simulate(system, x, 0.5, 0.1, batch_size=4, save_every=1, compiled=way) for way in (False, True)]
+    assert runs[0].x.shape == (6, 2, 4100, dim)
+    assert (runs[0].x[1:] - runs[0].x[:-1]).abs().amax((1, 2, 3)).min() > 0.1
+    torch.testing.assert_close(runs[1].x, runs[0].x, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-5)
 
 
 @needs_numba

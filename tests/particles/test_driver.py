@@ -26,6 +26,7 @@ from randombatch.particles import (
     System,
     Trajectory,
     simulate,
+    simulation,
 )
 from randombatch.particles.batches import layout, pick_blocks
 from randombatch.particles.spaces import Space
@@ -83,7 +84,7 @@ def test_blocks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     x0 = tuple(x.expand(3, 10, -1) for x in x0) if isinstance(x0, tuple) else x0.expand(3, 10, -1)
     whole = simulate(system, x0, 0.5, 0.1, method=method, seed=2, batch_size=3)
     for rows in (1, 7, 20):
-        monkeypatch.setattr(driver, "rows_per_block", lambda width, device, rows=rows: rows)
+        monkeypatch.setattr(simulation, "rows_per_block", lambda width, device, rows=rows: rows)
         parts = simulate(system, x0, 0.5, 0.1, method=method, seed=2, batch_size=3)
         torch.testing.assert_close(both(parts), both(whole), rtol=0, atol=1e-12)
 
@@ -190,7 +191,7 @@ def test_picks_are_taken_one_after_the_other() -> None:
     n, p, tau, seed = 7, 3, 0.1, 5
     x = x0 = plane(n, 2)
     for step in range(4):
-        for block in pick_blocks(n, p, [fold_in(seed, driver._PICKS, 0)], step):
+        for block in pick_blocks(n, p, [fold_in(seed, simulation._PICKS, 0)], step):
             moved = x.clone()
             for i in block[0].tolist():
                 others = [x[j] - x[i] for j in block[0].tolist() if j != i]

@@ -3,22 +3,19 @@
 That both would notice the mistakes which are easily made is shown by making them.
 """
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import mutations
 import pytest
 import torch
 from torch import Tensor
 
 from randombatch import Division, fold_in
-from randombatch.particles import Attention, Consensus, Gaussian, Sphere, System, simulate
+from randombatch.particles import Attention, Consensus, Gaussian, Sphere, System, simulate, simulation
 from randombatch.particles.kernels import Kernel
-
-# The package exports the function under the name of its module.
-driver: Any = importlib.import_module("randombatch.particles.driver")
 
 W = torch.tensor([[0.4, 1.3, 0.0], [-0.6, 0.2, 0.5], [0.1, -0.9, 0.3]], dtype=torch.float64)
 
@@ -48,10 +45,15 @@ def naive(
     sphere: bool = False,
     replica: int = 0,
 ) -> Tensor:
-    """Euler steps of equation (2): X_i += dt (b(X_i) + 1/(s-1) sum over the other s - 1 of its batch)."""
+    """Euler steps of equation (2): X_i += dt (b(X_i) + 1/(s-1) sum over the other s - 1 of its batch).
+
+    Each division is one of the places that the last one left the particles in.
+    """
     n = len(x)
+    order = list(range(n))
     for step, dt in enumerate(dts):
-        order = Division(n, p, fold_in(seed, driver._DIVISIONS, step, replica)).order().tolist()
+        places = Division(n, p, fold_in(seed, simulation._DIVISIONS, step, replica)).order()
+        order = [order[place] for place in places.tolist()]
         moved = x.clone()
         start = 0
         for size in batch_sizes(n, p):
@@ -103,26 +105,25 @@ def test_the_driver_is_the_loop(name: str) -> None:
 
 
 def redrawn_every_second_step(monkeypatch: pytest.MonkeyPatch) -> str:
-    def lazy(seed: int, *data: int) -> int:
-        kind, step, *rest = data
-        return fold_in(seed, kind, step // 2 if kind == driver._DIVISIONS else step, *rest)
-
-    monkeypatch.setattr(driver, "fold_in", lazy)
+    mutations.batches_last_two_steps(monkeypatch)
     return "attention"
 
 
-def rows_left_in_batch_order(monkeypatch: pytest.MonkeyPatch) -> str:
-    copy = torch.Tensor.index_copy_
-    written = 0
-
-    def misplaced(self: Tensor, dim: int, rows: Tensor, values: Tensor) -> Tensor:
-        nonlocal written
-        place = (written + torch.arange(len(rows))) % len(self)
-        written += len(rows)
-        return copy(self, dim, place, values)
-
-    monkeypatch.setattr(torch.Tensor, "index_copy_", misplaced)
+def rows_not_put_back(monkeypatch: pytest.MonkeyPatch) -> str:
+    mutations.rows_left_in_batch_order(monkeypatch)
     return "attention"
+
+
+def numbers_left_behind(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rows are shuffled and their numbers are not."""
+    advance = simulation.Simulation._advance_by_division
+
+    def careless(self: simulation.Simulation, *arguments: Any) -> None:
+        advance(self, *arguments)
+        self.rows = simulation.Shuffled(self.rows.z, torch.arange(len(self.rows.z), dtype=torch.int32))
+
+    monkeypatch.setattr(simulation.Simulation, "_advance_by_division", careless)
+    return "gaussian, all of it"
 
 
 def divided_by_the_batch_size(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -163,7 +164,8 @@ def neighbours_masses(monkeypatch: pytest.MonkeyPatch) -> str:
 
 MISTAKES = [
     redrawn_every_second_step,
-    rows_left_in_batch_order,
+    rows_not_put_back,
+    numbers_left_behind,
     divided_by_the_batch_size,
     transposed_matrix,
     padded_with_zeros,
@@ -244,8 +246,8 @@ def test_linear_consensus_in_closed_form(n: int, p: int, tau: float, steps: int,
     [
         (redrawn_every_second_step, CONSENSUS[0]),
         (redrawn_every_second_step, CONSENSUS[3]),
-        (rows_left_in_batch_order, CONSENSUS[0]),
-        (rows_left_in_batch_order, CONSENSUS[3]),
+        (rows_not_put_back, CONSENSUS[0]),
+        (rows_not_put_back, CONSENSUS[3]),
         (divided_by_the_batch_size, CONSENSUS[1]),
         (divided_by_the_batch_size, CONSENSUS[4]),
         (padded_with_zeros, CONSENSUS[5]),

@@ -1,20 +1,18 @@
 """A broken method is seen by the study: each mutant is one line that is easily got wrong."""
 
-import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-import torch
+from mutations import batches_last_two_steps, rows_left_in_batch_order
 from scipy import stats
 from sphere_systems import attention
 from torch import Tensor
 
 from randombatch import fold_in
-from randombatch.particles import Attention, System
+from randombatch.particles import Attention, System, simulation
+from randombatch.particles.batches import Block
 from randombatch.particles.rates import convergence
-
-# The package has functions of the same names.
-driver = importlib.import_module("randombatch.particles.driver")
 
 
 def small(seed: int = 2) -> dict:
@@ -26,14 +24,6 @@ def test_the_small_study_of_the_mutants_passes_unharmed() -> None:
     found = small()
     assert abs(found["g"]["z"]) < 4
     assert found["fit"]["chi2"] < stats.chi2.ppf(1 - 1e-3, found["fit"]["dof"])
-
-
-def batches_last_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fold(seed: int, *data: int) -> int:
-        kind, step, *rest = data
-        return fold_in(seed, kind, step // 2 if kind == driver._DIVISIONS else step, *rest)
-
-    monkeypatch.setattr(driver, "fold_in", fold)
 
 
 def divided_by_p(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,17 +47,6 @@ def transposed_w(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(System, "force", mutant)
 
 
-def rows_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mutant(self, blocks: Iterator[Tensor], dt: float, xi: Tensor | None) -> None:
-        moved = []
-        for rows in blocks:
-            z = self.z[rows]
-            moved.append(self.stepper(self.system, z, self.masses[rows % self.n], self.n, dt, None).flatten(0, 1))
-        self.z = torch.cat(moved)
-
-    monkeypatch.setattr(driver.Simulation, "_move", mutant)
-
-
 def masses_not_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
     force = System.force
 
@@ -79,17 +58,28 @@ def masses_not_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def halves_divided_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shuffle that is local: half of the particles never meet the others."""
-    blocks = driver.division_blocks
+    blocks = simulation.division_blocks
 
-    def mutant(n: int, p: int, seeds, max_rows: int, device=None) -> Iterator[Tensor]:
-        yield from blocks(n // 2, p, [fold_in(s, h) for s in seeds for h in (0, 1)], max_rows, device)
+    def mutant(n: int, p: int, seeds: Any, *rest: Any) -> Iterator[Block]:
+        half = n // 2
+        for halves, places, rows in blocks(half, p, [fold_in(s, h) for s in seeds for h in (0, 1)], *rest):
+            for k, row in zip(range(halves.start, halves.stop), rows, strict=True):
+                start = k % 2 * half
+                yield Block(slice(k // 2, k // 2 + 1), slice(start + places.start, start + places.stop), row[None])
 
-    monkeypatch.setattr(driver, "division_blocks", mutant)
+    monkeypatch.setattr(simulation, "division_blocks", mutant)
 
 
 @pytest.mark.parametrize(
     "break_it",
-    [batches_last_two_steps, divided_by_p, transposed_w, rows_not_put_back, masses_not_permuted, halves_divided_apart],
+    [
+        batches_last_two_steps,
+        divided_by_p,
+        transposed_w,
+        rows_left_in_batch_order,
+        masses_not_permuted,
+        halves_divided_apart,
+    ],
 )
 def test_mutants_are_caught(monkeypatch: pytest.MonkeyPatch, break_it) -> None:
     """A sound method stays below 4; the mildest mutants (twice the error, a factor of 1/2 to 5/6) have 14."""
