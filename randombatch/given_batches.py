@@ -1,9 +1,12 @@
 """Batches that are given instead of drawn: what a rank computes of a division, its rows having come from elsewhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+# Memory for results of a width and type.
+Room = Callable[[int, torch.dtype], Tensor]
 
 
 class GivenBatches:
@@ -16,13 +19,22 @@ class GivenBatches:
         seed: of the division that they are part of; dropout depends on it.
         ids: `(rows of the table,)` the item that each row holds, which dropout is keyed by (default: the rows).
         first: number of the first batch in that division.
+        room: gives memory for results, one row for each of the table's, in which only the given rows are written
+            (default: a new array, zero elsewhere). The gradient of the table then takes the table's place.
     """
 
     def __init__(
-        self, order: Tensor, starts: Tensor, batch_size: int, seed: int, ids: Tensor | None = None, first: int = 0
+        self,
+        order: Tensor,
+        starts: Tensor,
+        batch_size: int,
+        seed: int,
+        ids: Tensor | None = None,
+        first: int = 0,
+        room: Room | None = None,
     ) -> None:
         self.order, self.starts, self.batch_size, self.seed, self.ids = order, starts, batch_size, seed, ids
-        self.num_items, self.first = len(order), first
+        self.num_items, self.first, self.room = len(order), first, room
 
     @property
     def sizes(self) -> tuple[int, ...]:

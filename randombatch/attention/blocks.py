@@ -7,13 +7,17 @@ never returns to the allocator.
 Shapes: G stacked batches, P items in a batch, D width of query and key, E width of value.
 """
 
+import contextlib
 import ctypes
+import functools
 import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,12 +41,15 @@ def rows_per_block(width: int, device: torch.device) -> int:
     return max(256, budget // (4 * max(1, width)))
 
 
+@functools.cache
 def _second_level_cache() -> int:
-    try:
+    """Bytes of one core's, as Linux or the C library tells; at most 4 MB, 2 MB where nobody does."""
+    size = 0
+    with contextlib.suppress(AttributeError, ValueError, OSError):
         size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        size = 0
-    # Some virtual machines and most other systems report nothing.
+    with contextlib.suppress(ValueError, OSError):
+        # "1024K"; whether it is shared by several cores is not asked.
+        size = size or 1024 * int(Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().rstrip("K\n"))
     return min(size, 1 << 22) if size > 0 else 1 << 21
 
 
@@ -144,10 +151,17 @@ def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Te
 def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
     """The inverse of `take_rows`: values go to these rows of a contiguous table."""
     values = values.to(table_ND.dtype)
-    if table_ND.device.type == "cpu" and table_ND.shape[1] * table_ND.element_size() % 16 == 0:
-        # torch copies element by element here: twice as fast with the widest element it knows.
-        table_ND, values = table_ND.view(torch.complex128), values.view(torch.complex128)
-    table_ND.index_copy_(0, rows, values)
+    if table_ND.device.type == "cpu" and table_ND.shape[1]:
+        # NumPy copies a row as one item; torch goes element by element, on one thread too, and takes twice as long.
+        _items(table_ND).put(rows.numpy(), _items(values))
+    else:
+        table_ND.index_copy_(0, rows, values)
+
+
+def _items(table_ND: Tensor) -> np.ndarray:
+    """The rows of a contiguous table on the CPU as opaque items."""
+    row = table_ND.shape[1] * table_ND.element_size()
+    return table_ND.detach().view(torch.uint8).numpy().reshape(-1).view(f"V{row}")
 
 
 def softmax_weights(

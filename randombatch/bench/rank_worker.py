@@ -16,8 +16,8 @@ from randombatch.attention.recycled import recycle_memory
 from randombatch.data.part import Part, synthetic_part
 from randombatch.data.synthetic import Synthetic
 from randombatch.distributed import Shard, ShardedAdjacency, all_reduce_gradients
-from randombatch.distributed.exchange import finish, launch_home, launch_outward, plan
-from randombatch.division import Division, draw_seed
+from randombatch.distributed.exchange import finish, in_batches
+from randombatch.division import draw_seed
 from randombatch.machine import Peak
 from randombatch.models import SGFormer
 from randombatch.train.config import Config
@@ -31,6 +31,18 @@ class Primary(Shard):
     def __init__(self, num_rows: int, group: Any) -> None:
         super().__init__(num_rows, group)
         self.owner = torch.zeros(num_rows, dtype=torch.uint8)
+
+
+class _Idle(torch.autograd.Function):
+    """What is computed on batches where only the way there and back is measured: nothing."""
+
+    @staticmethod
+    def forward(ctx, rows, batches):
+        return rows.clone() if batches.room is None else batches.room(rows.shape[1], rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 class Rank:
@@ -159,9 +171,7 @@ class Rank:
         def exchange() -> None:
             if self.team.size == 1:
                 return
-            there = plan(Division(self.settings["nodes"], self.settings["batch_size"], 1), self.shard)
-            rows = launch_outward(h, there)()
-            launch_home(rows, there)().backward(grad)
+            finish(in_batches(h, _Idle.apply, self.shard, torch.tensor(1), self.settings["batch_size"])).backward(grad)
 
         return {"attention_s": self._best(attend), "exchange_s": self._best(exchange), "forward_bytes": self._forward()}
 

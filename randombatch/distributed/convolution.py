@@ -1,9 +1,10 @@
 """The graph convolution's product with the normalised adjacency matrix, rows spread over ranks.
 
-Each rank holds the rows of A^ of its own nodes, cut into the columns that it owns (`inner`) and those of other ranks'
-nodes (`outer`, the halo). A product sends the rows that others need, multiplies by `inner` meanwhile, and adds `outer`
-times what came. Which rows those are is agreed on once. The backward pass multiplies by the transpose, which is the
-same matrix if the arcs are symmetric.
+Each rank holds the rows of A^ of its own nodes. On one machine (`common.py`) the ranks lay x into a table that all of
+them see, and each multiplies its rows with the whole of it. Otherwise the rows are cut into the columns that the rank
+owns (`inner`) and those of other ranks' nodes (`outer`, the halo). A product sends the rows that others need,
+multiplies by `inner` meanwhile, and adds `outer` times what came. Which rows those are is agreed on once. The backward
+pass multiplies by the transpose, which is the same matrix if the arcs are symmetric.
 """
 
 import warnings
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from randombatch.attention.blocks import new_rows
-from randombatch.distributed.shard import Flight, Shard
+from randombatch.distributed.shard import Flight, Shard, bytes_per_row
 
 # Share of a rank's rows from which on all of them are fetched.
 MOST = 0.9
@@ -22,7 +23,7 @@ class ShardedAdjacency:
     """A^ = D^-1/2 (A + I) D^-1/2, the own rows; D counts incoming arcs and the self-loop.
 
     Memory: 8 bytes per arc into own nodes (twice that if the arcs are not symmetric), and in a product one row for each
-    node of the halo.
+    node of the halo, or the table of all rows that ranks of one machine share.
 
     Args:
         incoming: `(2, e)` global ids, source and target of the arcs whose target this rank owns.
@@ -37,17 +38,15 @@ class ShardedAdjacency:
         self.shard, self.num_nodes, self.num_edges = shard, len(shard), incoming.shape[1]
         degree = torch.bincount(shard.local(incoming[1]), minlength=len(shard)).add_(1)
         scale = degree.to(dtype or torch.get_default_dtype()).rsqrt_()
-        self.rows = _Rows(incoming[1], incoming[0], scale, shard)
-        self.columns = self.rows if outgoing is None else _Rows(outgoing[0], outgoing[1], scale, shard)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.inner.dtype
+        kind = _Rows if shard.common is None else _RowsInCommon
+        self.rows = kind(incoming[1], incoming[0], scale, shard)
+        self.columns = self.rows if outgoing is None else kind(outgoing[0], outgoing[1], scale, shard)
+        self.dtype = scale.dtype
 
     @property
     def halo_size(self) -> int:
         """How many rows of other ranks a product needs."""
-        return sum(self.rows.receive)
+        return self.rows.halo_size
 
     def to(self, device: torch.device | str) -> "ShardedAdjacency":
         for side in {self.rows, self.columns}:
@@ -59,8 +58,44 @@ class ShardedAdjacency:
         return _Product.apply(x, self.rows, self.columns)
 
 
+class _RowsInCommon:
+    """Own rows of a matrix whose columns are rows of a table that every rank sees."""
+
+    def __init__(self, rows: Tensor, columns: Tensor, scale: Tensor, shard: Shard) -> None:
+        assert shard.common is not None
+        self.shard, self.common = shard, shard.common
+        self.halo_size = len(columns[shard.owner_of(columns) != shard.rank].unique())
+        column_scale = self._lay(scale[:, None])[:, 0]
+        rows = torch.cat([shard.local(rows), torch.arange(len(shard))])
+        self.whole = _csr(rows, torch.cat([columns, shard.rows]), scale, column_scale, (len(shard), shard.num_rows))
+
+    def to(self, device: torch.device | str) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError("ranks that share memory compute on the CPU: use Shard(..., shared=False)")
+
+    def _lay(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, good until the next product but one."""
+        common, halo = self.common, self.shard.halo
+        name = common.free()
+        table = common.lend(name, x.shape[1], x.dtype)
+        self.shard.put(table, x)
+        before = common.seconds
+        common.sync()
+        common.read(name)
+        halo.bytes_sent += self.halo_size * bytes_per_row(x)
+        halo.messages += 1
+        halo.seconds_waiting += common.seconds - before
+        halo.seconds_under_way += common.seconds - before
+        return table
+
+    def product(self, x: Tensor) -> Tensor:
+        whole = self.whole if self.whole.dtype == x.dtype else self.whole.to(x.dtype)
+        out = new_rows(x, len(self.shard), x.shape[1])
+        return torch.addmm(out, whole, self._lay(x), beta=0, out=out)
+
+
 class _Rows:
-    """Own rows of a matrix whose columns are spread over ranks."""
+    """Own rows of a matrix whose columns are spread over ranks that send each other messages."""
 
     def __init__(self, rows: Tensor, columns: Tensor, scale: Tensor, shard: Shard) -> None:
         self.shard, n = shard, len(shard)
@@ -68,6 +103,7 @@ class _Rows:
         own = owner == shard.rank
         key = owner * shard.num_rows + columns
         halo = _rounded_up(key[~own].unique(), shard)
+        self.halo_size = len(halo)
         self.receive = torch.bincount(halo // shard.num_rows, minlength=shard.size).tolist()
         self.send, self.wanted = _agree(halo % shard.num_rows, self.receive, shard)
         # Often every other rank needs every row: then there is nothing to choose.
@@ -101,7 +137,6 @@ class _Rows:
         halo = flight.land()
         if outer.shape[1]:
             torch.addmm(out, outer, halo, out=out)
-        self.shard.release()
         return out
 
 

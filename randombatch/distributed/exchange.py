@@ -1,9 +1,13 @@
-"""One all-to-all brings every batch's rows together on one rank, one takes the results home.
+"""One exchange brings every batch's rows together on one rank, one takes the results home.
 
 The division is the same as on a single device, named by its seed: each rank computes for itself where its rows go
 (`Division.position` of its own) and what comes (`Division.order` of the batches it computes), so that no index is ever
 sent and no rank holds a permutation of N. Ranks compute runs of consecutive batches that differ by at most one in
-number. A message holds rows in increasing order of their ids.
+number.
+
+On one machine (`common.py`) all rows stand in a table that every rank sees: a rank gathers the rows of its batches from
+there and puts results into a second one. Otherwise an all-to-all is a leg; its messages hold rows in increasing order
+of their ids.
 
 Both legs are linear maps that move rows, and each is the transpose of the other: autograd sends gradients of the one
 along the other. `launch` begins a leg, `land` ends it; what is computed in between hides it, forward and backward.
@@ -18,7 +22,8 @@ from torch import Tensor
 
 from randombatch.attention.blocks import new_rows, put_rows
 from randombatch.attention.rows import divide_rows
-from randombatch.distributed.shard import Flight, Shard, even_bounds
+from randombatch.distributed.common import Common
+from randombatch.distributed.shard import Flight, Shard, bytes_per_row, even_bounds
 from randombatch.division import Division, fold_in
 from randombatch.given_batches import GivenBatches
 
@@ -102,10 +107,9 @@ class _Leg:
         flight, self._flight = self._flight, None
         if self.outward:
             return flight.land()
-        there, n = self.plan.rows, len(self.plan.shard)
-        home = new_rows(flight.like, n, flight.like.shape[1], zero=len(there) < n)
-        for start, piece in flight.pieces():
-            put_rows(home, there[start : start + len(piece)], piece)
+        there, came, n = self.plan.rows, flight.land(), len(self.plan.shard)
+        home = new_rows(came, n, came.shape[1], zero=len(there) < n)
+        put_rows(home, there, came)
         return home
 
 
@@ -184,18 +188,125 @@ def in_batches(
     assert isinstance(division, Division)
     if shard.size == 1:
         return compute(x, division)
+    if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and shard.common is not None:
+        # Nothing is under way: rows are fetched by the rank that needs them, when it needs them.
+        return in_common(x, compute, shard, shard.common, division)
     there = plan(division, shard, x.device)
-    # Rows that others read directly travel only when they land: waiting would but keep them alive.
     land = launch_outward(x, there)
-    if shard.direct is None:
-        yield
+    yield
     rows = land()
     land = launch_home(compute(rows, there.batches), there)
     del rows
-    shard.release()
-    if shard.direct is None:
-        yield
+    yield
     return land()
+
+
+def in_common(
+    x: Tensor,
+    compute: Callable[[Tensor, Division | GivenBatches], Tensor],
+    shard: Shard,
+    common: Common,
+    division: Division,
+) -> Tensor:
+    """`compute` on the batches of this rank, in tables that all ranks see."""
+    batch_bounds = even_bounds(division.num_batches, shard.size)
+    first, stop = batch_bounds[shard.rank], batch_bounds[shard.rank + 1]
+    starts = division.starts[first : stop + 1]
+    order = division.order(int(starts[0]), int(starts[-1]))
+    batches = GivenBatches(
+        order, starts - starts[0], division.batch_size, division.seed, first=first,
+        room=lambda width, dtype: common.lend("y", width, dtype),
+    )  # fmt: skip
+    visit = _Visit(shard, common, division, int((shard.owner_of(order) != shard.rank).sum()))
+    table = _Enter.apply(x, visit)
+    return _Leave.apply(compute(table, batches), x.detach(), visit)
+
+
+@dataclasses.dataclass
+class _Visit:
+    """Rows in common tables while their batches are computed.
+
+    Attributes:
+        foreign: how many rows of this rank's batches are others'.
+        table: where the input lies, which autograd keeps for the backward pass.
+    """
+
+    shard: Shard
+    common: Common
+    division: Division
+    foreign: int
+    table: Tensor | None = None
+
+    def enter(self, own: Tensor) -> Tensor:
+        """Lay the input's own rows into the table, for the second time into the same memory."""
+        lent = self.common.lend("x", own.shape[1], own.dtype)
+        self.table = lent if self.table is None else self.table
+        # `data`, because the same rows are written again: autograd sees no change.
+        self.shard.put(self.table.data, own)
+        return self.table
+
+    def close(self, table: Tensor) -> Tensor:
+        """The own rows of a table in which every rank has put its results; zero where not divided."""
+        self.sync()
+        own = self.shard.take(table)
+        if self.division.rows is not None:
+            own[~torch.isin(self.shard.rows, self.division.rows)] = 0
+        return own
+
+    def sync(self) -> None:
+        before = self.common.seconds
+        self.common.sync()
+        traffic, waited = self.shard.attention, self.common.seconds - before
+        traffic.seconds_waiting += waited
+        traffic.seconds_under_way += waited
+
+    def count(self, table: Tensor) -> None:
+        """A leg takes every row of a batch either from its owner or to it."""
+        self.shard.attention.bytes_sent += self.foreign * bytes_per_row(table)
+        self.shard.attention.messages += 1
+
+
+class _Enter(torch.autograd.Function):
+    """Own rows into the table of all; going back, its gradient's own rows out of it."""
+
+    @staticmethod
+    def forward(ctx, own, visit):
+        ctx.visit = visit
+        table = visit.enter(own)
+        visit.count(table)
+        visit.sync()
+        return table
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        ctx.visit.count(grad)
+        return ctx.visit.close(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    """Own rows of the results; going back, their gradients into a table, and once more the input into its own."""
+
+    @staticmethod
+    def forward(ctx, table, own, visit):
+        ctx.visit, ctx.like = visit, (table.shape[1], table.dtype)
+        ctx.save_for_backward(own)
+        visit.count(table)
+        return visit.close(table)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (own,) = ctx.saved_tensors
+        visit = ctx.visit
+        visit.enter(own)
+        table = visit.common.lend("y", *ctx.like)
+        visit.shard.put(table, grad)
+        visit.count(table)
+        visit.sync()
+        # Whoever needs no gradient of the input never enters the table again: others may still be reading it.
+        visit.common.read("x", "y")
+        return table, None, None
 
 
 def check_shard(

@@ -4,18 +4,16 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows
-from randombatch.distributed.direct import Direct, between
+from randombatch.attention.blocks import new_rows, put_rows
+from randombatch.distributed.common import Common, between
 
 EXCHANGES = ("global", "local")
-PIECE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass
@@ -43,7 +41,8 @@ class Shard:
             needs no table. A table takes one to four bytes per row on every rank.
         exchange: "global" brings together the batches of one division of all rows, as on a single rank; "local" divides
             the rows of each rank by themselves and sends nothing: rows of two ranks never share a batch.
-        direct: whether ranks of one machine may read each other's memory (CPU, Linux) instead of sending messages.
+        shared: whether ranks of one machine may lay rows into memory that all of them see (CPU, Linux) instead of
+            sending messages.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Shard:
         *,
         owner: Tensor | None = None,
         exchange: str = "global",
-        direct: bool = True,
+        shared: bool = True,
     ) -> None:
         if exchange not in EXCHANGES:
             raise ValueError(f"`exchange` must be 'global' or 'local', got {exchange!r}")
@@ -67,7 +66,7 @@ class Shard:
             raise ValueError(f"{self.size} ranks for {num_rows} rows: every rank needs one, start fewer ranks")
         self.bounds = even_bounds(num_rows, self.size)
         self.owner = owner if owner is None or self.size == 1 else self._checked(owner)
-        self.allow_direct = direct
+        self.allow_shared = shared
         self.attention, self.halo = Traffic(), Traffic()
 
     def _checked(self, owner: Tensor) -> Tensor:
@@ -102,14 +101,25 @@ class Shard:
         return torch.searchsorted(self.rows.to(ids.device), ids)
 
     @functools.cached_property
-    def direct(self) -> Direct | None:
-        """How ranks of one machine read each other's memory; None where they cannot. All ranks must ask together."""
-        return between(self.group) if self.allow_direct else None
+    def common(self) -> Common | None:
+        """Memory that all ranks see; None where they cannot, or for one rank. All ranks must ask together."""
+        # A group for accelerators has rows where no other process reaches them.
+        wanted = self.allow_shared and self.size > 1 and dist.get_backend(self.group) == "gloo"
+        return between(self.group, self.num_rows) if wanted else None
 
-    def release(self) -> None:
-        """Let go of sent rows that all ranks have read."""
-        if self.size > 1 and self.direct is not None:
-            self.direct.forget()
+    def put(self, table: Tensor, own: Tensor) -> None:
+        """Write the own rows of a table of all rows."""
+        if self.owner is None:
+            table[self.bounds[self.rank] : self.bounds[self.rank + 1]] = own
+        elif len(own):
+            put_rows(table, self.rows, own)
+
+    def take(self, table: Tensor) -> Tensor:
+        """A copy of the own rows of a table of all rows."""
+        out = new_rows(table, len(self), table.shape[1])
+        if self.owner is None:
+            return out.copy_(table[self.bounds[self.rank] : self.bounds[self.rank + 1]])
+        return torch.index_select(table, 0, self.rows, out=out)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks, in place."""
@@ -154,96 +164,34 @@ class Flight:
 
     Args:
         shard: who takes part.
-        rows: rows to send, grouped by destination; not to be changed until all ranks have landed.
+        rows: rows to send, grouped by destination; not to be changed until it has landed.
         send, receive: how many go to and come from each rank.
         traffic: where bytes and seconds are counted.
     """
 
     def __init__(self, shard: Shard, rows: Tensor, send: list[int], receive: list[int], traffic: Traffic) -> None:
-        self._shard, self._send, self._receive, self._traffic = shard, send, receive, traffic
-        self._sent = rows.contiguous()
-        self._work: Any = None
+        self._traffic, self._sent = traffic, rows.contiguous()
+        self._rows, self._work = self._sent, None
         if shard.size == 1:
             return
-        width = _bytes_per_row(rows)
-        traffic.bytes_sent += width * (sum(send) - send[shard.rank])
+        traffic.bytes_sent += bytes_per_row(rows) * (sum(send) - send[shard.rank])
         traffic.messages += 1
         self._began = time.perf_counter()
-        self._direct = shard.direct if rows.device.type == "cpu" else None
-        if self._direct is None:
-            self._rows = rows.new_empty(sum(receive), *rows.shape[1:])
-            self._work = dist.all_to_all_single(self._rows, self._sent, receive, send, group=shard.group, async_op=True)
-            return
-        # Where the rows for each rank begin in this process.
-        self._direct.forget()
-        starts = torch.tensor([0, *send[:-1]]).cumsum(0) * width + self._sent.data_ptr()
-        self._starts = starts.new_empty(shard.size, shard.size)
-        self._work = dist.all_gather(list(self._starts.unbind(0)), starts, group=shard.group, async_op=True)
-
-    @property
-    def like(self) -> Tensor:
-        """Rows of the width and type that come."""
-        return self._sent
+        self._rows = rows.new_empty(sum(receive), *rows.shape[1:])
+        self._work = dist.all_to_all_single(self._rows, self._sent, receive, send, group=shard.group, async_op=True)
 
     def land(self) -> Tensor:
         """The received rows, grouped by the rank they come from."""
-        if self._work is None or self._direct is None:
-            return next(iter(self.pieces()))[1]
-        rows = new_rows(self._sent, sum(self._receive), *self._sent.shape[1:])
-        for start, piece in self.pieces(rows):
-            stop = start + len(piece)
-            if piece.data_ptr() != rows[start:stop].data_ptr():
-                rows[start:stop] = piece
-        return rows
-
-    def pieces(self, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """The received rows piece by piece, each with its place; `into` is filled by those that are read directly.
-
-        A piece is good until the next one.
-        """
-        start = time.perf_counter()
-        if self._work is None:
-            yield 0, self._sent
-            return
-        self._work.wait()
-        if self._direct is None:
-            self._count(start)
-            yield 0, self._rows
-            return
-        yield from self._read(self._direct, into)
-        self._direct.hold(self._sent)
-        self._count(start)
-
-    def _read(self, direct: Direct, into: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        rank, size = self._shard.rank, self._shard.size
-        first = sum(self._send[:rank])
-        own = self._sent[first : first + self._send[rank]]
-        if len(own):
-            yield sum(self._receive[:rank]), own
-        width = _bytes_per_row(self._sent)
-        some = max(1, PIECE_BYTES // max(1, width))
-        # Each rank begins with its neighbour: not all read the same one at once.
-        for other in ((rank + step) % size for step in range(1, size)):
-            place, count = sum(self._receive[:other]), self._receive[other]
-            address = int(self._starts[other, rank])
-            step = max(1, count if into is not None else some)
-            for done in range(0, count, step):
-                number = min(step, count - done)
-                piece = (
-                    self._sent.new_empty(number, *self._sent.shape[1:])
-                    if into is None
-                    else into[place + done :][:number]
-                )
-                direct.read(other, address + done * width, piece)
-                yield place + done, piece
-
-    def _count(self, start: float) -> None:
-        now = time.perf_counter()
-        self._traffic.seconds_waiting += now - start
-        self._traffic.seconds_under_way += now - self._began
+        if self._work is not None:
+            start = time.perf_counter()
+            self._work.wait()
+            now = time.perf_counter()
+            self._traffic.seconds_waiting += now - start
+            self._traffic.seconds_under_way += now - self._began
+        return self._rows
 
 
-def _bytes_per_row(rows: Tensor) -> int:
+def bytes_per_row(rows: Tensor) -> int:
     return math.prod(rows.shape[1:]) * rows.element_size()
 
 

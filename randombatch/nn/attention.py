@@ -30,7 +30,7 @@ class RandomBatchAttention(Draws, nn.Module):
         dropout: of the attention weights, in training (softmax kernel only).
         kernel: "softmax", or "sgformer": SGFormer's linear attention, q and k divided by their row norms,
             o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) over a batch of s, for each head.
-        recompute: False keeps the softmax weights (N p H numbers) from the forward pass for the backward pass.
+        recompute: False keeps projections and softmax weights, up to N (3 F + p H) numbers, for the backward pass.
         block_rows: rows per block; default: from the size of the cache (CPU) or a byte budget (accelerators).
 
     `eval_rounds` and `eval_seed` (see `Draws`) may be set on the module: in `eval()` the divisions are fixed ones.

@@ -11,7 +11,7 @@ from randombatch.attention.rows import check_rows, divide_rows
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import Division, check_batch_size, fold_in
-from randombatch.given_batches import GivenBatches
+from randombatch.given_batches import GivenBatches, Room
 from randombatch.nn.draws import Draws, mean
 
 # Modules keep about this many arrays as wide as their input alive; blocks are made smaller by it.
@@ -104,12 +104,12 @@ class _Streamed(torch.autograd.Function):
         ctx.function, ctx.division, ctx.training = function, division, training
         ctx.autocast = torch.is_autocast_enabled(x_NF.device.type), torch.get_autocast_dtype(x_NF.device.type)
         ctx.save_for_backward(x_NF, *parameters)
-        out_NF = None if division.num_items else x_NF.new_zeros(len(x_NF), _width(function, x_NF))
+        out_NF = None if division.num_items else _results(division, x_NF, _width(function, x_NF), len(x_NF))
         for number, rows, x_BPF in _blocks(x_NF, division):
             with _random_numbers(ctx, number, x_NF.device):
                 y_BPF = _checked(function(x_BPF), x_BPF)
             if out_NF is None:
-                out_NF = blocks.new_rows(y_BPF, x_NF.shape[0], y_BPF.shape[2], zero=division.num_items < len(x_NF))
+                out_NF = _results(division, y_BPF, y_BPF.shape[2], len(x_NF))
             blocks.put_rows(out_NF, rows, y_BPF.reshape(-1, y_BPF.shape[2]))
         return out_NF
 
@@ -119,7 +119,7 @@ class _Streamed(torch.autograd.Function):
         x_NF, *parameters = ctx.saved_tensors
         wanted = [p for p in parameters if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
-        dx_NF = blocks.new_rows(x_NF, *x_NF.shape, zero=ctx.division.num_items < len(x_NF))
+        dx_NF = x_NF.detach() if _room(ctx.division) else _results(ctx.division, x_NF, x_NF.shape[1], len(x_NF))
         for number, rows, x_BPF in _blocks(x_NF, ctx.division):
             x_BPF.requires_grad_()
             with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
@@ -133,6 +133,18 @@ class _Streamed(torch.autograd.Function):
                 blocks.put_rows(dx_NF, rows, dx_BPF.reshape(-1, x_NF.shape[1]))
         gradients = iter(sums)
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
+
+
+def _room(division: Division | GivenBatches) -> Room | None:
+    return division.room if isinstance(division, GivenBatches) else None
+
+
+def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: int) -> Tensor:
+    """Rows to be filled, those that are not divided with zero."""
+    room = _room(division)
+    if room is not None:
+        return room(width, like.dtype)
+    return blocks.new_rows(like, rows, width, zero=division.num_items < rows)
 
 
 def _blocks(x_NF: Tensor, division: Division | GivenBatches) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from randombatch import Division, RandomBatch, RandomBatchAttention, fold_in
 from randombatch.attention.projected import projected_attention
-from randombatch.distributed import Shard, direct
+from randombatch.distributed import Shard, ShardedAdjacency, common
 from randombatch.distributed.exchange import local_division, plan
 from randombatch.distributed.shard import even_bounds
 from randombatch.models import SGFormer
@@ -58,7 +59,7 @@ def attend(group: Any, kind: str, n: int, batch_size: int, described: dict, owne
     """Own rows of the output and of the input's gradient, and the parameters' gradients of this rank."""
     x, grad = table(n)
     size = 1 if group is None else torch.distributed.get_world_size(group)
-    shard = Shard(n, group, owner=random_owner(n, size) if owned else None, direct=read)
+    shard = Shard(n, group, owner=random_owner(n, size) if owned else None, shared=read)
     layer = build(kind, batch_size)
     torch.manual_seed(7)
     own = x[shard.rows].requires_grad_()
@@ -122,7 +123,7 @@ def test_many_items_use_the_computed_permutation(ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_messages_where_memory_cannot_be_read(ranks, case: str) -> None:
+def test_messages_where_memory_is_not_shared(ranks, case: str) -> None:
     n, batch_size, described = CASES[case]
     expected = alone("softmax", n, batch_size, described)
     for size in (2, 4):
@@ -146,23 +147,53 @@ def test_the_first_rank_says_how_to_divide(ranks) -> None:
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), expected, rtol=1e-12, atol=1e-12)
 
 
-def readable(group: Any) -> tuple[bool, bool]:
-    """Whether ranks read each other, and whether all see it when one of them cannot."""
-    before = direct.between(group)
-    read = direct._read
+def sharing(group: Any) -> tuple[bool, bool]:
+    """Whether ranks share memory, and whether any does when one of them cannot."""
+    before = common.between(group, 10)
+    unpatched = common.mmap.mmap
     if torch.distributed.get_rank(group) == 1:
-        direct._read = lambda *_: (-1, 1)
+        common.mmap.mmap = refuse  # type: ignore[assignment]
     try:
-        return before is not None, direct.between(group) is not None
+        return before is not None, common.between(group, 10) is not None
     finally:
-        direct._read = read
+        common.mmap.mmap = unpatched
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
-def test_all_ranks_read_or_none(ranks) -> None:
-    answers = ranks(3, readable)
-    assert len({one[0] for one in answers}) == 1
-    assert not any(one[1] for one in answers)
+def refuse(*_: Any) -> None:
+    raise OSError("no memory for you")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
+def test_all_ranks_share_memory_or_none(ranks) -> None:
+    assert ranks(3, sharing) == [(True, False)] * 3
+
+
+def stale(group: Any, n: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Own rows of two products and an attention in a row, in tables that are used again and again, of two widths."""
+    shard = Shard(n, group)
+    generator = torch.Generator().manual_seed(1)
+    arcs = torch.randint(n, (2, 4 * n), generator=generator)
+    mine = torch.isin(arcs[1], shard.rows)
+    matrix = ShardedAdjacency(arcs[:, mine], shard, arcs[:, torch.isin(arcs[0], shard.rows)], dtype=torch.float64)
+    layer = build("softmax", 7)
+    x, wide = table(n)[0], torch.randn(n, 3 * WIDTH, dtype=torch.float64, generator=generator)
+    x = x[shard.rows].requires_grad_()
+    for turn in range(5):
+        torch.manual_seed(turn)
+        # A rank that is late must still find what it is to read.
+        time.sleep(0.01 * ((shard.rank + turn) % shard.size))
+        y = matrix @ layer(matrix @ (matrix @ x), shard=shard)
+        other = matrix @ (matrix @ wide[shard.rows])
+        (y.sum(1) * other.sum(1)).sum().backward()
+    return shard.rows, y.detach(), x.grad
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tables_are_not_written_while_others_read_them(ranks, size: int) -> None:
+    (_, y, grad), *_ = ranks(1, stale, 61)
+    parts = ranks(size, stale, 61)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), y, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat([part[2] for part in parts]), grad, rtol=1e-10, atol=1e-10)
 
 
 def test_without_a_group_nothing_is_sent() -> None:

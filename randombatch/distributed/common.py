@@ -1,0 +1,105 @@
+"""Memory that all ranks of one machine see: rows are read where they lie instead of being sent.
+
+A table of all N rows stands in memory that every rank maps (Linux, `memfd`). A rank writes its own rows, all wait for
+each other, and then anyone reads any row. Where the ranks do not all sit on one machine, nobody does so.
+"""
+
+import contextlib
+import mmap
+import os
+import secrets
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Common:
+    """Two tables of N rows, used over and over.
+
+    Every rank makes the same calls in the same order. Between two `sync`s a rank may write its own rows of a table, or
+    (if all agreed on who reads and writes which) any others. A table that was `read` is lent out again only after the
+    next `sync`: until then somebody may still be reading.
+
+    Args:
+        group: the process group.
+        num_rows: N.
+    """
+
+    def __init__(self, group: Any, num_rows: int) -> None:
+        self.group, self.num_rows = group, num_rows
+        self.seconds = 0.0
+        self._memory: dict[str, mmap.mmap] = {}
+        self._layout: dict[str, tuple[int, torch.dtype]] = {}
+        self._read: set[str] = set()
+
+    def lend(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        """Table "x" or "y" as `(N, width)`; what it holds stays as it was if it is lent out as before."""
+        memory, size = self._memory.get(name), self.num_rows * width * dtype.itemsize
+        if memory is None or len(memory) < size:
+            self._memory[name] = memory = self._map(size)
+        elif name in self._read or self._layout[name] != (width, dtype):
+            # In another layout the own rows lie where another rank's did.
+            self.sync()
+        self._layout[name] = width, dtype
+        if not size:
+            return torch.empty(self.num_rows, width, dtype=dtype)
+        # A tensor of its own each time: autograd need not know that they lie in one place.
+        return torch.frombuffer(memory, dtype=dtype, count=self.num_rows * width).view(self.num_rows, width)
+
+    def free(self) -> str:
+        """A table that nobody reads."""
+        return next((name for name in ("x", "y") if name not in self._read), "x")
+
+    def read(self, *names: str) -> None:
+        """Say that others may read these tables from now on."""
+        self._read.update(names)
+
+    def sync(self) -> None:
+        """Wait for all ranks; what they wrote before is seen afterwards. A rank that is gone is an error."""
+        start = time.perf_counter()
+        dist.all_reduce(torch.zeros(1), group=self.group)
+        self._read.clear()
+        self.seconds += time.perf_counter() - start
+
+    def _map(self, size: int) -> mmap.mmap:
+        memory = _mapped(self.group, max(size, mmap.PAGESIZE))
+        if memory is None:
+            raise RuntimeError(
+                f"no memory of {size:,} bytes could be shared by all ranks: use Shard(..., shared=False)"
+            )
+        return memory
+
+
+def between(group: Any, num_rows: int) -> Common | None:
+    """Find out, all ranks together, whether they can share memory; None if not."""
+    return None if _mapped(group, mmap.PAGESIZE) is None else Common(group, num_rows)
+
+
+def _mapped(group: Any, size: int) -> mmap.mmap | None:
+    """New memory that every rank of the group has mapped; None on all of them if any rank could not."""
+    rank, token = dist.get_rank(group), secrets.token_bytes(16)
+    number = -1
+    if rank == 0 and sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            number = os.memfd_create("randombatch")
+            os.ftruncate(number, size)
+            os.pwrite(number, token, 0)
+    found: list[Any] = [(os.getpid(), number, token)]
+    dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
+    pid, theirs, expected = found[0]
+    memory = None
+    with contextlib.suppress(OSError, ValueError):
+        own = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR)
+        # On another machine, or in another container, the same number is another process.
+        if os.fstat(own).st_size == size and os.pread(own, 16, 0) == expected:
+            memory = mmap.mmap(own, size)
+        os.close(own)
+    votes = torch.tensor([int(memory is not None)])
+    dist.all_reduce(votes, group=group)
+    if number >= 0:
+        os.close(number)
+    return memory if int(votes) == dist.get_world_size(group) else None
