@@ -148,9 +148,12 @@ class Division:
 
     # As part of itself a division begins with its first batch, and rows are their own names: see `GivenBatches`.
     first = 0
+    room = None
 
     def ids_of(self, rows: Tensor) -> Tensor:
         return rows
+
+    home_of = ids_of
 
     @property
     def graph_sizes(self) -> Tensor:

@@ -19,8 +19,8 @@ class GivenBatches:
         seed: of the division that they are part of; dropout depends on it.
         ids: `(rows of the table,)` the item that each row holds, which dropout is keyed by (default: the rows).
         first: number of the first batch in that division.
-        room: gives memory for results, one row for each of the table's, in which only the given rows are written
-            (default: a new array, zero elsewhere). The gradient of the table then takes the table's place.
+        room: gives a table with a row for each item, into which results go (to the rows of `ids`) and out of which
+            their gradients come; the gradient of the table goes into it, too. Default: results have the table's rows.
     """
 
     def __init__(
@@ -47,6 +47,10 @@ class GivenBatches:
             begin = self.starts[:-1][sizes == size].to(order.device)
             for some in begin.split(max(1, max_items // size)):
                 yield order[some[:, None] + torch.arange(size, device=order.device)]
+
+    def home_of(self, rows: Tensor) -> Tensor:
+        """Where the results of these rows go."""
+        return rows if self.room is None else self.ids_of(rows)
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """The items that these rows hold."""

@@ -23,9 +23,9 @@ from randombatch.given_batches import GivenBatches
 
 @dataclasses.dataclass
 class _Block:
-    """One block of rows with its projections, heads first: `(G, P, D)`."""
+    """One block of rows, which go `home`, with its projections, heads first: `(G, P, D)`."""
 
-    rows: Tensor
+    home: Tensor
     x_RF: Tensor
     q_GPD: Tensor
     k_GPD: Tensor
@@ -118,10 +118,10 @@ class Layer:
                 y_RF = linear(self.scratch("y", len(y_RF), self.out_width), y_RF, self.out_weight, self.out_bias)
             elif self.out_bias is not None:
                 y_RF.add_(self.out_bias)
-            blocks.put_rows(out_NF, block.rows, y_RF)
+            blocks.put_rows(out_NF, block.home, y_RF)
 
     def backward(self, grad: Tensor, saved: Tensor, dx_NF: Tensor) -> list[Tensor]:
-        """Write the gradient of x (which `dx_NF` may be); those of weights and biases, empty where there is none."""
+        """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none."""
         scratch = self.scratch
         grad = grad.contiguous()
         assert self.in_weight is not None
@@ -133,8 +133,8 @@ class Layer:
         chunks = list(zip(self.in_weight.chunk(pieces), din_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
         ones = din_weight.new_ones(max(self.block_rows, min(self.division.batch_size, len(self.x))))
         for block in self._stream(saved, known=True):
-            ones_R = ones[: len(block.rows)]
-            grad_RF = blocks.take_rows(scratch, "grad", grad, block.rows)
+            ones_R = ones[: len(block.home)]
+            grad_RF = blocks.take_rows(scratch, "grad", grad, block.home)
             if self.out_bias is not None:
                 dout_bias.addmv_(grad_RF.t(), ones_R)
             # What was attended to is needed for an output projection's gradient, or for its own denominators'.
@@ -154,7 +154,7 @@ class Layer:
                 if self.in_bias is not None:
                     dbias.addmv_(d_RW.t(), ones_R)
             assert dx_RF is not None
-            blocks.put_rows(dx_NF, block.rows, dx_RF)
+            blocks.put_rows(dx_NF, block.home, dx_RF)
         return sums
 
     def _stream(self, saved: Tensor, known: bool) -> Iterator[_Block]:
@@ -183,7 +183,9 @@ class Layer:
                 numbers = torch.arange(self.heads, device=rows.device)
                 keep = blocks.dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, self.scratch.dtype)
                 keep = keep.view(-1, rows_CP.shape[1], rows_CP.shape[1])
-            yield _Block(rows, x_RF, q, k[0] if k else x_RF.view_as(q), v, room.weights_GPP, keep)
+            yield _Block(
+                self.division.home_of(rows), x_RF, q, k[0] if k else x_RF.view_as(q), v, room.weights_GPP, keep
+            )
 
     def _room(self, rows_CP: Tensor, memory: Tensor | None = None) -> _Room:
         """Room for projections and weights, in `memory` or in the scratch."""

@@ -199,7 +199,10 @@ projected.register_autograd(_backward, setup_context=_setup)
 
 
 class _InRoom(torch.autograd.Function):
-    """The same on given batches that bring room for the results; the gradient of x takes its place."""
+    """The same on given batches that bring a table for results and gradients (see `GivenBatches`).
+
+    What goes back as the gradient of x is only a token: whoever made the room finds it there.
+    """
 
     @staticmethod
     def forward(ctx, division, options, recompute, x, in_weight, in_bias, out_weight, out_bias):
@@ -216,7 +219,6 @@ class _InRoom(torch.autograd.Function):
         saved, x, *weights = ctx.saved_tensors
         in_weight, in_bias, out_weight, out_bias = weights
         layer = Layer(x, in_weight, in_bias, out_weight, out_bias, ctx.division, *ctx.options)
-        dx_NF = x.detach()
-        sums = layer.backward(grad, saved, dx_NF)
+        sums = layer.backward(grad, saved, ctx.division.room(x.shape[1], x.dtype))
         there = (None if w is None else s.to(w.dtype) for w, s in zip(weights, sums, strict=True))
-        return None, None, None, dx_NF, *there
+        return None, None, None, x.new_zeros(1, 1).expand_as(x), *there

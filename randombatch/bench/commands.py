@@ -79,6 +79,9 @@ def bench_ranks(
     homophily: Annotated[float, typer.Option(help="Share of edges inside a class of the synthetic graph.")] = 0.7,
     partition: Annotated[str, typer.Option(help="contiguous or metis.")] = "contiguous",
     turns: Annotated[int, typer.Option(help="Steps of each; the fastest counts.")] = 5,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="Send rows, as between machines; share no memory.")
+    ] = False,
     weak: Annotated[bool, typer.Option(help="Also graphs that grow with the number of ranks.")] = True,
     bandwidth: Annotated[float, typer.Option(help="Bytes/s of the network to predict for.")] = 12.5e9,
     latency: Annotated[float, typer.Option(help="Seconds of a message there.")] = 20e-6,
@@ -99,7 +102,7 @@ def bench_ranks(
     with clear_errors():
         settings = measure.Settings(
             ranks=integers(ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size, homophily=homophily,
-            partition=partition, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency, memory=memory,
+            partition=partition, messages=messages, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency, memory=memory,
         )  # fmt: skip
     report(measure.run, settings, print_ranks, output)
 

@@ -28,8 +28,8 @@ from randombatch.train.team import join
 class Primary(Shard):
     """Everything on the first rank, as `DataParallel` has it: the others only compute batches that are sent to them."""
 
-    def __init__(self, num_rows: int, group: Any) -> None:
-        super().__init__(num_rows, group)
+    def __init__(self, num_rows: int, group: Any, shared: bool) -> None:
+        super().__init__(num_rows, group, shared=shared)
         self.owner = torch.zeros(num_rows, dtype=torch.uint8)
 
 
@@ -38,11 +38,12 @@ class _Idle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, batches):
+        ctx.shape = rows.shape
         return rows.clone() if batches.room is None else batches.room(rows.shape[1], rows.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return grad if grad.shape == ctx.shape else grad.new_zeros(1, 1).expand(ctx.shape), None
 
 
 class Rank:
@@ -60,6 +61,7 @@ class Rank:
         self.primary = settings["layout"] == "primary"
         self.part = self._part()
         self.shard = self.part.shard
+        self.shard.allow_shared = not settings["messages"]
         self.edges = None
         if not self.primary or self.team.leader:
             self.edges = ShardedAdjacency(self.part.incoming, self.shard)
@@ -71,7 +73,9 @@ class Rank:
         self.model = SGFormer(
             s["features"], s["hidden"], s["classes"], batch_size=s["batch_size"], gnn_num_layers=s["gnn_layers"]
         )
-        self.scattered = Primary(s["nodes"], self.team.group) if self.primary and self.team.size > 1 else None
+        self.scattered = (
+            Primary(s["nodes"], self.team.group, not s["messages"]) if self.primary and self.team.size > 1 else None
+        )
         if self.scattered is not None:
             attention: Any = self.model.trans.attentions[0]
             stages = attention.stages
@@ -173,7 +177,10 @@ class Rank:
                 return
             finish(in_batches(h, _Idle.apply, self.shard, torch.tensor(1), self.settings["batch_size"])).backward(grad)
 
-        return {"attention_s": self._best(attend), "exchange_s": self._best(exchange), "forward_bytes": self._forward()}
+        return {
+            "attention_s": self._best(attend), "exchange_s": self._best(exchange), "forward_bytes": self._forward(),
+            "shared": self.shard.common is not None,
+        }  # fmt: skip
 
     def _forward(self) -> int:
         self.shard.attention.clear()

@@ -38,6 +38,7 @@ class Settings:
     batch_size: int = 64
     homophily: float = 0.7
     partition: str = "contiguous"
+    messages: bool = False  # instead of memory that ranks share
     turns: int = 5
     weak: bool = True
     bandwidth: float = 12.5e9  # bytes/s of the network that is predicted for
@@ -125,6 +126,7 @@ def run(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) 
             "batch_size",
             "homophily",
             "partition",
+            "messages",
         )
     }
     rows: list[dict[str, Any]] = []
@@ -199,12 +201,14 @@ def _times(turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _parts(answers: list[dict[str, Any]], settings: Settings, size: int, row: dict[str, Any]) -> dict[str, Any]:
-    exchange = max(a["exchange_s"] for a in answers)
+    exchange, shared = max(a["exchange_s"] for a in answers), all(a["shared"] for a in answers)
     bound = lower_bound(settings.nodes, settings.hidden, size)
     return {
         "attention_s": max(a["attention_s"] for a in answers),
         "exchange_s": exchange,
-        "overlapped_share": max(0.0, 1 - row["attention_wait_s"] / exchange) if size > 1 else None,
+        "shared_memory": shared,
+        # In shared memory nothing is under way that could be hidden: the rank that needs a row fetches it.
+        "overlapped_share": max(0.0, 1 - row["attention_wait_s"] / exchange) if size > 1 and not shared else None,
         "forward_bytes": [a["forward_bytes"] for a in answers],
         "bytes_over_lower_bound": max(a["forward_bytes"] for a in answers) / bound if size > 1 else None,
     }

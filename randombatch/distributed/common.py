@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Common:
-    """Two tables of N rows, used over and over.
+    """Tables of N rows, used over and over: "x", and "y" for what does not fit into its place.
 
     Every rank makes the same calls in the same order. Between two `sync`s a rank may write its own rows of a table, or
     (if all agreed on who reads and writes which) any others. A table that was `read` is lent out again only after the
@@ -37,7 +37,7 @@ class Common:
         self._read: set[str] = set()
 
     def lend(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
-        """Table "x" or "y" as `(N, width)`; what it holds stays as it was if it is lent out as before."""
+        """A table as `(N, width)`, to be written to."""
         memory, size = self._memory.get(name), self.num_rows * width * dtype.itemsize
         if memory is None or len(memory) < size:
             self._memory[name] = memory = self._map(size)
@@ -45,14 +45,16 @@ class Common:
             # In another layout the own rows lie where another rank's did.
             self.sync()
         self._layout[name] = width, dtype
-        if not size:
-            return torch.empty(self.num_rows, width, dtype=dtype)
-        # A tensor of its own each time: autograd need not know that they lie in one place.
-        return torch.frombuffer(memory, dtype=dtype, count=self.num_rows * width).view(self.num_rows, width)
+        return self.lent(name)
 
-    def free(self) -> str:
-        """A table that nobody reads."""
-        return next((name for name in ("x", "y") if name not in self._read), "x")
+    def lent(self, name: str) -> Tensor:
+        """A table as it was lent out last."""
+        width, dtype = self._layout[name]
+        if not width:
+            return torch.empty(self.num_rows, 0, dtype=dtype)
+        # A tensor of its own each time: autograd need not know that they lie in one place.
+        table = torch.frombuffer(self._memory[name], dtype=dtype, count=self.num_rows * width)
+        return table.view(self.num_rows, width)
 
     def read(self, *names: str) -> None:
         """Say that others may read these tables from now on."""

@@ -208,105 +208,99 @@ def in_common(
     common: Common,
     division: Division,
 ) -> Tensor:
-    """`compute` on the batches of this rank, in tables that all ranks see."""
+    """`compute` on the batches of this rank, by way of tables that all ranks see."""
     batch_bounds = even_bounds(division.num_batches, shard.size)
     first, stop = batch_bounds[shard.rank], batch_bounds[shard.rank + 1]
     starts = division.starts[first : stop + 1]
-    order = division.order(int(starts[0]), int(starts[-1]))
+    ids = division.order(int(starts[0]), int(starts[-1]))
+    visit = _Visit(shard, common, division, ids, (x.shape[1], x.dtype))
     batches = GivenBatches(
-        order, starts - starts[0], division.batch_size, division.seed, first=first,
-        room=lambda width, dtype: common.lend("y", width, dtype),
-    )  # fmt: skip
-    visit = _Visit(shard, common, division, int((shard.owner_of(order) != shard.rank).sum()))
-    table = _Enter.apply(x, visit)
-    return _Leave.apply(compute(table, batches), x.detach(), visit)
+        torch.arange(len(ids)), starts - starts[0], division.batch_size, division.seed, ids, first, visit.room
+    )
+    return _Leave.apply(compute(_Enter.apply(x, visit), batches), visit)
 
 
-@dataclasses.dataclass
 class _Visit:
     """Rows in common tables while their batches are computed.
 
-    Attributes:
-        foreign: how many rows of this rank's batches are others'.
-        table: where the input lies, which autograd keeps for the backward pass.
+    A rank lays its own rows into the table, takes those of its batches, and puts results in their place: nobody else
+    reads or writes these rows in between. Gradients come and go the same way. Results that are of another width or type
+    than the input have a table of their own.
+
+    Args:
+        ids: items of this rank's batches, in their order.
+        like: width and type of the input.
     """
 
-    shard: Shard
-    common: Common
-    division: Division
-    foreign: int
-    table: Tensor | None = None
+    def __init__(
+        self, shard: Shard, common: Common, division: Division, ids: Tensor, like: tuple[int, torch.dtype]
+    ) -> None:
+        self.shard, self.common, self.division, self.ids, self.like = shard, common, division, ids, like
+        self.foreign = int((shard.owner_of(ids) != shard.rank).sum())
 
-    def enter(self, own: Tensor) -> Tensor:
-        """Lay the input's own rows into the table, for the second time into the same memory."""
-        lent = self.common.lend("x", own.shape[1], own.dtype)
-        self.table = lent if self.table is None else self.table
-        # `data`, because the same rows are written again: autograd sees no change.
-        self.shard.put(self.table.data, own)
-        return self.table
+    def room(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Where results of this kind go: into the input's table, which is open, or into another."""
+        return self.common.lent("x") if (width, dtype) == self.like else self.common.lend("y", width, dtype)
+
+    def open(self, own: Tensor) -> Tensor:
+        """Lay the own rows into their table; that of the input is then open, too."""
+        table = self.common.lend("x", *self.like)
+        if (own.shape[1], own.dtype) != self.like:
+            table = self.common.lend("y", own.shape[1], own.dtype)
+        self.shard.put(table, own)
+        self._sync(table)
+        return table
 
     def close(self, table: Tensor) -> Tensor:
-        """The own rows of a table in which every rank has put its results; zero where not divided."""
-        self.sync()
+        """The own rows of a table into which every rank has put its results; zero where not divided."""
+        self._sync(table)
         own = self.shard.take(table)
         if self.division.rows is not None:
             own[~torch.isin(self.shard.rows, self.division.rows)] = 0
         return own
 
-    def sync(self) -> None:
-        before = self.common.seconds
+    def _sync(self, table: Tensor) -> None:
+        """Wait for all; every row of a batch that is not its own was, or will be, fetched from its owner."""
+        before, traffic = self.common.seconds, self.shard.attention
         self.common.sync()
-        traffic, waited = self.shard.attention, self.common.seconds - before
-        traffic.seconds_waiting += waited
-        traffic.seconds_under_way += waited
-
-    def count(self, table: Tensor) -> None:
-        """A leg takes every row of a batch either from its owner or to it."""
-        self.shard.attention.bytes_sent += self.foreign * bytes_per_row(table)
-        self.shard.attention.messages += 1
+        traffic.bytes_sent += self.foreign * bytes_per_row(table)
+        traffic.messages += 1
+        traffic.seconds_waiting += self.common.seconds - before
+        traffic.seconds_under_way += self.common.seconds - before
 
 
 class _Enter(torch.autograd.Function):
-    """Own rows into the table of all; going back, its gradient's own rows out of it."""
+    """From own rows to those of the own batches."""
 
     @staticmethod
     def forward(ctx, own, visit):
         ctx.visit = visit
-        table = visit.enter(own)
-        visit.count(table)
-        visit.sync()
-        return table
+        table = visit.open(own)
+        out = new_rows(own, len(visit.ids), own.shape[1])
+        return torch.index_select(table, 0, visit.ids, out=out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        ctx.visit.count(grad)
-        return ctx.visit.close(grad), None
+    def backward(ctx, _):
+        visit = ctx.visit
+        return visit.close(visit.common.lent("x")), None
 
 
 class _Leave(torch.autograd.Function):
-    """Own rows of the results; going back, their gradients into a table, and once more the input into its own."""
+    """From the table of results to the results of own rows."""
 
     @staticmethod
-    def forward(ctx, table, own, visit):
-        ctx.visit, ctx.like = visit, (table.shape[1], table.dtype)
-        ctx.save_for_backward(own)
-        visit.count(table)
+    def forward(ctx, table, visit):
+        ctx.visit = visit
         return visit.close(table)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        (own,) = ctx.saved_tensors
-        visit = ctx.visit
-        visit.enter(own)
-        table = visit.common.lend("y", *ctx.like)
-        visit.shard.put(table, grad)
-        visit.count(table)
-        visit.sync()
-        # Whoever needs no gradient of the input never enters the table again: others may still be reading it.
-        visit.common.read("x", "y")
-        return table, None, None
+        table = ctx.visit.open(grad)
+        # Where the input needs no gradient nobody comes back to it, and others may still be reading.
+        ctx.visit.common.read("x", "y")
+        return table, None
 
 
 def check_shard(

@@ -11,7 +11,7 @@ from randombatch.attention.rows import check_rows, divide_rows
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import Division, check_batch_size, fold_in
-from randombatch.given_batches import GivenBatches, Room
+from randombatch.given_batches import GivenBatches
 from randombatch.nn.draws import Draws, mean
 
 # Modules keep about this many arrays as wide as their input alive; blocks are made smaller by it.
@@ -110,7 +110,7 @@ class _Streamed(torch.autograd.Function):
                 y_BPF = _checked(function(x_BPF), x_BPF)
             if out_NF is None:
                 out_NF = _results(division, y_BPF, y_BPF.shape[2], len(x_NF))
-            blocks.put_rows(out_NF, rows, y_BPF.reshape(-1, y_BPF.shape[2]))
+            blocks.put_rows(out_NF, division.home_of(rows), y_BPF.reshape(-1, y_BPF.shape[2]))
         return out_NF
 
     @staticmethod
@@ -119,31 +119,29 @@ class _Streamed(torch.autograd.Function):
         x_NF, *parameters = ctx.saved_tensors
         wanted = [p for p in parameters if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
-        dx_NF = x_NF.detach() if _room(ctx.division) else _results(ctx.division, x_NF, x_NF.shape[1], len(x_NF))
+        dx_NF = _results(ctx.division, x_NF, x_NF.shape[1], len(x_NF))
         for number, rows, x_BPF in _blocks(x_NF, ctx.division):
             x_BPF.requires_grad_()
             with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
                 y_BPF = ctx.function(x_BPF)
-            grad_BPF = grad_NF[rows].view_as(y_BPF)
+            home = ctx.division.home_of(rows)
+            grad_BPF = grad_NF[home].view_as(y_BPF)
             dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
             sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, grads, strict=True)]
             if dx_BPF is None:
-                dx_NF[rows] = 0
+                dx_NF[home] = 0
             else:
-                blocks.put_rows(dx_NF, rows, dx_BPF.reshape(-1, x_NF.shape[1]))
+                blocks.put_rows(dx_NF, home, dx_BPF.reshape(-1, x_NF.shape[1]))
+        if ctx.division.room is not None:
+            dx_NF = x_NF.new_zeros(1, 1).expand_as(x_NF)  # a token, see `GivenBatches`
         gradients = iter(sums)
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
 
 
-def _room(division: Division | GivenBatches) -> Room | None:
-    return division.room if isinstance(division, GivenBatches) else None
-
-
 def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: int) -> Tensor:
     """Rows to be filled, those that are not divided with zero."""
-    room = _room(division)
-    if room is not None:
-        return room(width, like.dtype)
+    if division.room is not None:
+        return division.room(width, like.dtype)
     return blocks.new_rows(like, rows, width, zero=division.num_items < rows)
 
 

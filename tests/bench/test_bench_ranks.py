@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from randombatch.bench import ranks
 from randombatch.cli import app
 
 
-def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
-    arguments = ["bench", "ranks", "--ranks", "1,2", "--nodes", "3000", "--edges", "9000", "--hidden", "16"]
+@pytest.mark.parametrize("options", [[], ["--messages"]])
+def test_a_small_run_has_every_figure(tmp_path: Path, options: list[str]) -> None:
+    arguments = ["bench", "ranks", "--ranks", "1,2", "--nodes", "3000", "--edges", "9000", "--hidden", "16", *options]
     result = CliRunner().invoke(app, [*arguments, "--turns", "1", "--json", str(tmp_path / "ranks.json")])
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "ranks.json").read_text())
@@ -34,6 +36,12 @@ def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     # Attention forward and backward: four legs.
     assert max(two["attention_bytes"]) == pytest.approx(2 * max(two["forward_bytes"]), rel=0.1)
     assert [row["ranks"] for row in figures["predicted"]] == [8, 64, 512]
+    if options or sys.platform != "linux":
+        assert not two["shared_memory"]
+        assert 0 <= two["overlapped_share"] <= 1
+    else:
+        assert two["shared_memory"]
+        assert two["overlapped_share"] is None
 
 
 def test_alpha_and_beta_are_found() -> None:

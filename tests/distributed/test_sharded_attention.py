@@ -43,8 +43,17 @@ class Squash(nn.Module):
         return self.linear(x).softmax(1) * x + x.mean(1, keepdim=True)
 
 
+class Wider(Squash):
+    """Its results do not fit into the input's place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x), x * x], 2)
+
+
 def build(kind: str, batch_size: int) -> nn.Module:
     torch.manual_seed(2)
+    if kind == "wider module":
+        return RandomBatch(Wider(), batch_size).double()
     if kind == "module":
         return RandomBatch(Squash(), batch_size).double()
     heads, kernel, dropout = {
@@ -64,7 +73,7 @@ def attend(group: Any, kind: str, n: int, batch_size: int, described: dict, owne
     torch.manual_seed(7)
     own = x[shard.rows].requires_grad_()
     out = layer(own, **described, shard=shard)
-    out.backward(grad[shard.rows])
+    out.backward(grad[shard.rows].repeat(1, out.shape[1] // WIDTH))
     return shard.rows, out.detach(), own.grad, [p.grad for p in layer.parameters()]
 
 
@@ -77,7 +86,7 @@ def alone(kind: str, n: int, batch_size: int, described: dict) -> tuple:
     shaped = x if mask is None else x.view(*mask.shape, WIDTH)
     shaped = shaped.clone().requires_grad_()
     out = layer(shaped, **described)
-    out.backward(grad.view_as(out))
+    out.backward(grad.repeat(1, out.shape[-1] // WIDTH).view_as(out))
     assert shaped.grad is not None
     return out.detach().reshape(n, -1), shaped.grad.reshape(n, -1), [p.grad for p in layer.parameters()]
 
@@ -106,7 +115,7 @@ CASES: dict[str, tuple[int, int, dict]] = {
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["runs", "owner"])
-@pytest.mark.parametrize("kind", ["softmax", "heads", "sgformer", "module"])
+@pytest.mark.parametrize("kind", ["softmax", "heads", "sgformer", "module", "wider module"])
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_ranks_equals_one(ranks, case: str, kind: str, owned: bool) -> None:
     n, batch_size, described = CASES[case]
