@@ -130,7 +130,8 @@ class Layer:
         din_weight, din_bias, dout_weight, dout_bias = sums
         # With several heads all parts go back together; with one, each does without being copied.
         pieces = 1 if self.heads > 1 else self.parts
-        chunks = list(zip(self.in_weight.chunk(pieces), din_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
+        chunks = list(zip(self.in_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
+        din_weights = din_weight.view(pieces, -1, self.x.shape[1])
         ones = din_weight.new_ones(max(self.block_rows, min(self.division.batch_size, len(self.x))))
         for block in self._stream(saved, known=True):
             ones_R = ones[: len(block.home)]
@@ -144,13 +145,14 @@ class Layer:
                 dout_weight.addmm_(grad_RF.t(), o_RF)
                 grad_RF = torch.mm(grad_RF, self.out_weight, out=scratch("grad_attended", *o_RF.shape))
             dparts, dx_RF = self._attention_backward(block, out_GPD, grad_RF)
-            dprojected = [self._heads_last("grad_projected", dparts)] if self.heads > 1 else dparts.flatten(1, 2)
-            for d_RW, (weight, dweight, dbias) in zip(dprojected, chunks, strict=True):
+            dprojected = self._heads_last("grad_projected", dparts)[None] if self.heads > 1 else dparts.flatten(1, 2)
+            # Side by side: each alone is a short product that threads share badly.
+            din_weights.baddbmm_(dprojected.transpose(1, 2), block.x_RF.expand(pieces, -1, -1))
+            for d_RW, (weight, dbias) in zip(dprojected, chunks, strict=True):
                 if dx_RF is None:
                     dx_RF = torch.mm(d_RW, weight, out=scratch("dx", *block.x_RF.shape))
                 else:
                     dx_RF.addmm_(d_RW, weight)
-                dweight.addmm_(d_RW.t(), block.x_RF)
                 if self.in_bias is not None:
                     dbias.addmv_(d_RW.t(), ones_R)
             assert dx_RF is not None
@@ -261,8 +263,7 @@ class Layer:
 
 
 def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    torch.mm(x, weight.t(), out=out)
-    return out if bias is None else out.add_(bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def out_width(in_weight: Tensor, out_weight: Tensor | None, parts: int) -> int:

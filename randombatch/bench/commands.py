@@ -102,7 +102,8 @@ def bench_ranks(
     with clear_errors():
         settings = measure.Settings(
             ranks=integers(ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size, homophily=homophily,
-            partition=partition, messages=messages, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency, memory=memory,
+            partition=partition, messages=messages, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency,
+            memory=memory,
         )  # fmt: skip
     report(measure.run, settings, print_ranks, output)
 
