@@ -11,11 +11,13 @@
 | system.py | drift, kernel, masses, noise, friction together, and the force in a batch |
 | batches.py | who interacts in a step: all, a division, random picks |
 | steppers.py | Euler, RK4, exact pair flow, BAOAB: one batch through one step |
+| simulation.py | the state, which stays in the order of the last division, and one step of it |
 | driver.py | `simulate`: particles through time |
 | observables.py | what one looks at in a state |
 | compiled.py | the same Euler step for small batches as machine code |
 | theory.py | covariance of the batch force, Lyapunov equation, `predict_error` |
-| rates.py | `convergence`: the study that measures what theory.py predicts |
+| rates.py | `convergence`: measures what theory.py predicts |
+| study.py | `randombatch converge`: all of it with its files |
 | softmax.py | attention normalised inside the batch, which the theory does not cover |
 """
 

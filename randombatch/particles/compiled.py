@@ -85,6 +85,7 @@ class CompiledStep:
     Attributes:
         table: `(R, N, row_width(D))`, in the order of the last division: positions, and in column D the bits of the
             particle's number, so that one access to the memory brings both.
+        last: the table before the last step.
     """
 
     def __init__(self, system: System, z: Tensor, batch_size: int) -> None:
@@ -108,16 +109,16 @@ class CompiledStep:
             for size, _ in self.layout
         ]  # fmt: skip
         numbers = torch.arange(self.n, dtype=self.integer).view(z.dtype)[:, None].expand(len(z), -1, -1)
-        self.table, self.spare = (new_rows(z, len(z), self.n, row_width(self.dim)).zero_() for _ in range(2))
+        self.table, self.last = (new_rows(z, len(z), self.n, row_width(self.dim)).zero_() for _ in range(2))
         self.table[..., : self.dim + 1] = torch.cat([z.detach(), numbers], -1)
         self.threads = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Positions `(R N, D)` as they lie, and whose they are: particle i of replica r is r N + i."""
-        numbers = self.table.view(self.integer)[..., self.dim]
+    def rows(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions `(R N, D)` as they lie in a table, and whose they are: particle i of replica r is r N + i."""
+        numbers = table.view(self.integer)[..., self.dim]
         ids = numbers + self.n * torch.arange(len(numbers))[:, None]
-        return self.table[..., : self.dim].flatten(0, 1), ids.view(-1)
+        return table[..., : self.dim].flatten(0, 1), ids.view(-1)
 
     def __call__(self, seeds: Sequence[int], dt: float, xi: Tensor | None) -> None:
         """One step, replica r by the division `seeds[r]`, with standard normal `xi` `(R N, D)` by particle."""
@@ -126,7 +127,7 @@ class CompiledStep:
             noise = xi.view(len(seeds), self.n, self.dim).numpy()
         jobs = []
         for replica, seed in enumerate(seeds):
-            old, new = self.table[replica], self.spare[replica]
+            old, new = self.table[replica], self.last[replica]
             arrays = [view.numpy() for table in (old, new) for view in (table, table.view(self.integer))]
             common = (*arrays, self.mass, noise[replica], self.w, *self._tables(seed))
             start = 0
@@ -143,7 +144,7 @@ class CompiledStep:
         else:
             for future in [self.pool.submit(code, *arguments) for code, arguments in jobs]:
                 future.result()
-        self.table, self.spare = self.spare, self.table
+        self.table, self.last = self.last, self.table
 
     def _tables(self, seed: int) -> tuple[Any, ...]:
         """N, the permutation's tables, and for few particles its values."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from randombatch.particles.compiled import WORTH
-from randombatch.particles.simulation import Shuffled, Simulation
+from randombatch.particles.simulation import Simulation
 from randombatch.particles.spaces import Box
 from randombatch.particles.system import System
 
@@ -53,6 +53,7 @@ def simulate(
     replacement: bool = False,
     normalise: bool = False,
     compiled: bool | None = None,
+    first_step: int = 0,
     progress: Progress = False,
 ) -> Trajectory:
     """Particles from 0 to `horizon` in steps of `tau`; the last step is shorter where tau does not divide the horizon.
@@ -77,15 +78,16 @@ def simulate(
             are its own, since particles move at different moments. Picks cannot run at once: 0.3 to 0.7 ms each.
         normalise: put the points on the sphere first instead of refusing those off it.
         compiled: machine code for small batches (needs numba); None where it pays, True or an error.
+        first_step: number of the first step; divisions and noise depend on the seed and on the numbers of steps, so a
+            run that goes on from another one's end gives how many steps that had, or both move alike.
         progress: True for a bar, or a function of (steps done, steps).
 
     Raises:
         ValueError: for bad input. A state that becomes infinite or NaN is not an error: the run stops with a warning
-            that names the step, and what was computed is returned, up to a state of the last 1/64 of the steps, or
-            of the last half of those taken.
+            that names the step, and what was computed before it is returned.
     """
     z = _state(system, x0, normalise)
-    steps = _check(system, z, horizon, tau, batch_size, save_every, seed)
+    steps = _check(z, horizon, tau, batch_size, save_every=save_every, seed=seed, first_step=first_step)
     batch_size = None if batch_size is None else int(batch_size)
     pays = z.shape[0] * z.shape[1] * steps >= WORTH
     run = Simulation(
@@ -93,26 +95,22 @@ def simulate(
         compiled=pays and None if compiled is None else compiled,
     )  # fmt: skip
     saved, times, stopped = [z], [0.0], None
-    spare: tuple[float, Shuffled] | None = None
     keep = torch.enable_grad() if run.differentiable else torch.no_grad()
     with keep, _shown(progress, steps) as show:
         for k in range(steps):
-            now = min(horizon, (k + 1) * tau)
-            run.advance(k, now - min(horizon, k * tau))
+            before, now = min(horizon, k * tau), min(horizon, (k + 1) * tau)
+            run.advance(first_step + k, now - before)
             if not run.finite():
+                if times[-1] < before:
+                    saved.append(run.before)
+                    times.append(before)
                 stopped = _explain(system, k + 1, steps, tau)
                 warnings.warn(stopped, RuntimeWarning, stacklevel=2)
                 break
             if k + 1 == steps or (save_every and (k + 1) % save_every == 0):
                 saved.append(run.state)
                 times.append(now)
-                spare = None
-            elif (k + 1) % max(1, steps // 64) == 0 or (k + 1) & k == 0:
-                spare = now, run.copy()
             show(k + 1, steps)
-    if stopped and spare is not None:
-        times.append(spare[0])
-        saved.append(spare[1].by_particle().view_as(z))
     states = torch.stack(saved)
     if x0_is_single(x0):
         states = states.squeeze(1)
@@ -158,26 +156,34 @@ def _state(system: System, x0: Tensor | tuple[Tensor, Tensor], normalise: bool) 
     return z if z.dim() == 3 else z[None]
 
 
-def _check(
-    system: System, z: Tensor, horizon: float, tau: float, batch_size: int | None, save_every: int | None, seed: int
-) -> int:
+def _check(z: Tensor, horizon: float, tau: float, batch_size: int | None, **whole: int | None) -> int:
     """The number of steps, if all is well."""
+    if not z.shape[0]:
+        raise ValueError(f"at least one replica is needed, got shape {tuple(z.shape)}")
+    for name, number in (("horizon", horizon), ("tau", tau)):
+        if not isinstance(number, (int, float, np.number)):
+            raise TypeError(f"`{name}` must be a number, got {number!r}")
     if not (math.isfinite(horizon) and horizon > 0):
         raise ValueError(f"`horizon` must be positive, got {horizon}")
     if not 0 < tau <= horizon:
         raise ValueError(f"`tau` must be positive and at most the horizon {horizon}, got {tau}")
-    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-    if batch_size is not None and (not whole or batch_size < 2):
+    if batch_size is not None and (not _is_whole(batch_size) or batch_size < 2):
         raise ValueError(
             f"`batch_size` must be an int of at least 2 or None for all pairs, got {batch_size}: alone in its batch, a "
             "particle has no force"
         )
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise ValueError(f"`seed` must be an int, got {seed!r}")
-    if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1):
-        raise ValueError(f"`save_every` must be an int of at least 1, got {save_every}")
+    if not _is_whole(whole["seed"]):
+        raise ValueError(f"`seed` must be an int, got {whole['seed']!r}")
+    for name, least in (("save_every", 1), ("first_step", 0)):
+        given = whole[name]
+        if given is not None and (not _is_whole(given) or given < least):
+            raise ValueError(f"`{name}` must be an int of at least {least}, got {given}")
     # A horizon of k steps but for rounding has k steps.
     return max(1, math.ceil(horizon / tau * (1 - 1e-12)))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _explain(system: System, step: int, steps: int, tau: float) -> str:

@@ -203,13 +203,18 @@ class Radial(Kernel):
         """s of the squared distance; zero (or finite) at distance zero, where there is no direction."""
         raise NotImplementedError
 
+    def _weights(self, difference: Tensor) -> Tensor:
+        r2 = difference.square().sum(-1)
+        name = f"`weight` of {type(self).__name__}"
+        return check_result(name, self.weight(r2), r2.shape, r2.dtype, "squared distances")
+
     def pairs(self, x: Tensor, y: Tensor, space: Space) -> Tensor:
         d = space.difference(x[..., :, None, :], y[..., None, :, :])
-        return self.weight(d.square().sum(-1))[..., None] * d
+        return self._weights(d)[..., None] * d
 
     def total(self, x: Tensor, y: Tensor, mass: Tensor | None, space: Space, own: int | None) -> Tensor:
         d = space.difference(x[..., :, None, :], y[..., None, :, :])
-        s = self.weight(d.square().sum(-1))
+        s = self._weights(d)
         return torch.einsum("...pq,...pqd->...pd", s if mass is None else s * mass[..., None, :], d)
 
 

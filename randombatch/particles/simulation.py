@@ -77,14 +77,16 @@ class Simulation:
             raise ValueError(f"compiled=True cannot run this simulation: {why}")
         if self.code is not None:
             return
-        self.rows = Shuffled(z.reshape(-1, self.width))
+        # The rows, and those before the last step.
+        self.rows = self.last = Shuffled(z.reshape(-1, self.width))
         if not self.differentiable:
             self.rows = Shuffled(self._like(self.rows.z).copy_(self.rows.z.detach()))
         if not (self.exact or replacement):
             short = torch.int32 if len(self.rows.z) < 1 << 31 else torch.int64
             ids = torch.arange(len(self.rows.z), dtype=short, device=z.device)
-            self.rows = Shuffled(self.rows.z, ids)
-            self.spare = None if self.differentiable else Shuffled(self._like(self.rows.z), torch.empty_like(ids))
+            self.rows = self.last = Shuffled(self.rows.z, ids)
+            if not self.differentiable:
+                self.last = Shuffled(self._like(self.rows.z), torch.empty_like(ids))
 
     @staticmethod
     def _like(z: Tensor) -> Tensor:
@@ -98,24 +100,23 @@ class Simulation:
     @property
     def state(self) -> Tensor:
         """`(R, N, width)` by particle, a copy."""
-        return self.shuffled.by_particle().view(self.replicas, self.n, self.width)
+        return self._by_particle(self.rows if self.code is None else Shuffled(*self.code.rows(self.code.table)))
 
     @property
-    def shuffled(self) -> Shuffled:
-        """The rows as they lie."""
-        return self.rows if self.code is None else Shuffled(*self.code.rows())
+    def before(self) -> Tensor:
+        """The state before the last step."""
+        return self._by_particle(self.last if self.code is None else Shuffled(*self.code.rows(self.code.last)))
 
-    def copy(self) -> Shuffled:
-        """The rows as they lie, for good."""
-        if self.differentiable:
-            return self.rows
-        rows = self.shuffled
-        return Shuffled(rows.z.clone(), None if rows.ids is None else rows.ids.clone())
+    def _by_particle(self, rows: Shuffled) -> Tensor:
+        return rows.by_particle().view(self.replicas, self.n, self.width)
 
     def finite(self) -> bool:
         """Whether every number is; a sum of all tells in most cases."""
-        table = self.rows.z.detach() if self.code is None else self.code.table
-        return math.isfinite(float(table.sum())) or bool(self.shuffled.z.isfinite().all())
+        if self.code is None:
+            z = self.rows.z.detach()
+            return math.isfinite(float(z.sum())) or bool(z.isfinite().all())
+        # Numbers of particles lie in the table too, whatever their bits are as floats.
+        return math.isfinite(float(self.code.table.sum())) or bool(self.code.rows(self.code.table)[0].isfinite().all())
 
     def advance(self, step: int, dt: float) -> None:
         """One step of length dt."""
@@ -127,7 +128,7 @@ class Simulation:
             mass = None if self.masses is None else self.masses.expand(self.replicas, self.n)
             noise = None if xi is None else xi.view(self.replicas, self.n, self.dim)
             z = self.stepper(self.system, self.rows.z.view(self.replicas, self.n, -1), mass, self.n, dt, noise)
-            self.rows = Shuffled(z.reshape(-1, self.width))
+            self.rows, self.last = Shuffled(z.reshape(-1, self.width)), self.rows
             return
         seeds = [fold_in(self.seed, _DIVISIONS, step, r) for r in range(self.replicas)]
         if self.code is not None:
@@ -141,7 +142,7 @@ class Simulation:
         For gradients all batches of a size are taken at once.
         """
         assert self.batch_size is not None
-        old, new = self.rows, self.spare
+        old, new = self.rows, None if self.differentiable else self.last
         assert old.ids is not None
         max_rows = len(old.z) if self.differentiable else self._rows_per_block()
         parts = []
@@ -160,15 +161,14 @@ class Simulation:
         if new is None:
             z, ids = (torch.cat(part, 1) for part in zip(*parts, strict=True))
             new = Shuffled(z.view(-1, self.width), ids.view(-1))
-        else:
-            self.spare = old
-        self.rows = new
+        self.rows, self.last = new, old
 
     def _advance_by_picks(self, step: int, dt: float) -> None:
         """Picks are moved in place, or into a new state for gradients."""
         assert self.batch_size is not None
         seeds = [fold_in(self.seed, _PICKS, r) for r in range(self.replicas)]
         generator = torch.Generator(self.device).manual_seed(fold_in(self.seed, _NOISE, step))
+        self.last = self.rows if self.differentiable else Shuffled(self.rows.z.clone())
         for rows in pick_blocks(self.n, self.batch_size, seeds, step, self.device):
             z, flat, xi = self.rows.z, rows.reshape(-1), None
             if self.system.noisy:

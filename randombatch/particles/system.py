@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,11 @@ class System:
             raise ValueError(f"`friction` must be a number of at least 0 or None, got {self.friction}")
         if self.kernel.uses_velocity and self.friction is None:
             raise ValueError(f"{type(self.kernel).__name__} acts on velocities: give the system a friction (0 is none)")
+        if not isinstance(self.space, Space):
+            raise TypeError(f"`space` must be a Space such as Sphere(), got {self.space!r}")
         sigma = self.noise.detach() if isinstance(self.noise, Tensor) else self.noise
-        if not callable(sigma) and not (math.isfinite(sigma) and sigma >= 0):
+        number = isinstance(sigma, (int, float, np.number)) or (isinstance(sigma, Tensor) and sigma.dim() == 0)
+        if not callable(sigma) and not (number and math.isfinite(sigma) and sigma >= 0):
             raise ValueError(f"`noise` must be a number of at least 0 or a function, got {self.noise}")
         if self.friction is not None and type(self.space).__name__ == "Sphere":
             raise ValueError("second-order systems live on R^d or in a box, not on the sphere")
@@ -122,6 +126,11 @@ class System:
         for name, value in (("drift", drift), ("noise", sigma)):
             if callable(getattr(self, name)):
                 check_result(f"`{name}`", value, x.shape, x.dtype, "its argument")
+        name, state = type(self.kernel).__name__, few if self.kernel.uses_velocity else x
+        try:
+            check_result(f"kernel {name}", self._pull(state, mass), x.shape, x.dtype, "the sum over all pairs")
+        except RuntimeError as error:
+            raise ValueError(f"kernel {name} fails on states of shape {tuple(state.shape)}: {error}") from error
         force = self.force(few, mass, z.shape[-2])
         return force.requires_grad or (isinstance(sigma, Tensor) and sigma.requires_grad)
 

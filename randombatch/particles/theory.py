@@ -42,6 +42,10 @@ def excess(num_particles: int, batch_size: int) -> float:
     """c = u - 1/(N-1), what the batch size does to the error; 0 for one batch of all."""
     if batch_size < 2:
         raise ValueError(f"`batch_size` must be at least 2, got {batch_size}: alone, a particle has no force")
+    if batch_size != int(batch_size):
+        raise ValueError(f"`batch_size` must be a whole number, got {batch_size}")
+    if batch_size >= num_particles:
+        return 0.0
     return max(0.0, inverse_size(num_particles, batch_size) - 1 / (num_particles - 1))
 
 
@@ -73,6 +77,8 @@ class ErrorPrediction:
 
     def step_for(self, rms: float, batch_size: int) -> float:
         """The largest tau whose predicted root mean square error stays below `rms` at all times; inf without error."""
+        if not rms > 0:
+            raise ValueError(f"`rms` must be positive, got {rms}")
         rate = 2 * excess(self.num_particles, batch_size) * float(self.g.max())
         return rms**2 / rate if rate else math.inf
 

@@ -128,7 +128,7 @@ def test_times_and_the_last_step() -> None:
         (3.0, 3.0, 1),
         (1e3, 0.1, 10_000),
     ):
-        assert driver._check(system, x0[None], horizon, tau, None, None, 0) == steps
+        assert driver._check(x0[None], horizon, tau, None, save_every=None, seed=0, first_step=0) == steps
 
 
 def test_what_is_saved() -> None:
@@ -339,3 +339,36 @@ def test_progress() -> None:
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     pytest.importorskip("rich")
     simulate(System(kernel=Coulomb()), plane(4, 2), 1.0, 0.25, progress=True)
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_run_goes_on_with_other_noise(batch_size: int | None) -> None:
+    """With no forces but noise, two halves are the whole, if the second one says how many steps the first had."""
+    system = System(kernel=Consensus(0.0), noise=0.5)
+    x0 = torch.randn(7, 2, dtype=torch.float64)
+    whole = simulate(system, x0, 0.8, 0.1, batch_size=batch_size, seed=3).final
+    half = simulate(system, x0, 0.4, 0.1, batch_size=batch_size, seed=3).final
+    joined = simulate(system, half, 0.4, 0.1, batch_size=batch_size, seed=3, first_step=4).final
+    torch.testing.assert_close(joined, whole, rtol=1e-13, atol=1e-13)
+    again = simulate(system, half, 0.4, 0.1, batch_size=batch_size, seed=3).final
+    torch.testing.assert_close(again - half, half - x0, rtol=1e-12, atol=1e-12)
+
+
+def test_frames_of_picks_are_their_own() -> None:
+    """Picks move particles in place; what was saved before stays."""
+    system = System(kernel=Consensus())
+    x0 = torch.randn(6, 2, dtype=torch.float64)
+    frames = simulate(system, x0, 0.4, 0.1, batch_size=2, replacement=True, save_every=1).x
+    for k in range(1, 5):
+        alone = simulate(system, x0, 0.1 * k, 0.1, batch_size=2, replacement=True).final
+        torch.testing.assert_close(frames[k], alone, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(frames[1], frames[4])
+
+
+def test_gradients_of_noise_over_many_steps() -> None:
+    """X_T = x0 + sigma W_T without forces: the derivative is W_T, of all steps and not of the last one's numbers."""
+    sigma = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    x0 = torch.zeros(5, 1, dtype=torch.float64)
+    run = simulate(System(kernel=Consensus(0.0), drift=torch.neg, noise=sigma), x0, 0.5, 0.1, seed=2)
+    (slope,) = torch.autograd.grad(run.final.square().sum(), sigma)
+    torch.testing.assert_close(slope, 2 * run.final.detach().square().sum() / 0.5, rtol=1e-12, atol=0.0)

@@ -16,6 +16,7 @@ from randombatch.particles import (
     CuckerSmale,
     Function,
     Gaussian,
+    Kernel,
     Morse,
     Sphere,
     System,
@@ -23,6 +24,7 @@ from randombatch.particles import (
     predict_error,
     simulate,
 )
+from randombatch.particles.kernels import Radial
 
 PULL = System(kernel=Consensus())
 NEWTON = System(kernel=Consensus(), friction=0.0)
@@ -281,3 +283,77 @@ def test_what_was_computed_before_an_early_end() -> None:
     assert len(result.t) == 2
     assert result.t[1] >= 16
     assert result.x[1].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:the state became")
+@pytest.mark.parametrize(
+    ("batch_size", "options"),
+    [(None, {}), (3, {"compiled": False}), (2, {"compiled": True}), (2, {"replacement": True})],
+    ids=["all pairs", "tensors", "machine code", "picks"],
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_state_before_the_last_step_is_returned(batch_size: int | None, options: dict, gradients: bool) -> None:
+    if gradients and options.get("compiled"):
+        pytest.skip("machine code has no gradients")
+    x0 = torch.randn(11, 2, dtype=torch.float64).requires_grad_(gradients)
+    system = System(kernel=Consensus(-50.0))
+    run = simulate(system, x0, 400.0, 0.5, batch_size=batch_size, **options)
+    frames = simulate(system, x0, 400.0, 0.5, batch_size=batch_size, save_every=1, **options)
+    assert run.stopped
+    assert len(run.t) == 2
+    assert len(frames.t) > 4
+    assert float(run.t[-1]) == float(frames.t[-1])
+    assert torch.equal(run.final, frames.final)
+    assert bool(run.final.isfinite().all())
+
+
+class Narrow(Kernel):
+    def pairs(self, x, y, space):
+        return (y[..., None, :, :] - x[..., :, None, :])[..., :1]
+
+
+class Flat(Kernel):
+    def pairs(self, x, y, space):
+        return (y[..., None, :, :] - x[..., :, None, :]).sum(-1)
+
+
+class Column(Radial):
+    def weight(self, r2):
+        return torch.ones_like(r2)[..., :1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "match"),
+    [
+        (Narrow(), r"kernel Narrow must return a torch.float32 tensor of shape \(1, 3, 2\)"),
+        (Flat(), "kernel Flat"),
+        (Column(), r"`weight` of Column must return a torch.float32 tensor of shape \(1, 3, 3\) for squared distances"),
+    ],
+)
+def test_kernels_of_the_wrong_shape(kernel: Kernel, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        simulate(System(kernel=kernel), points(5, 2), 1.0, 0.1, batch_size=2)
+
+
+def test_other_types() -> None:
+    for noise in (torch.rand(4), [0.1], None, "much"):
+        with pytest.raises(ValueError, match="`noise` must be a number of at least 0 or a function, got"):
+            System(kernel=Consensus(), noise=noise)
+    with pytest.raises(TypeError, match=r"`space` must be a Space such as Sphere\(\), got"):
+        System(kernel=Consensus(), space=Sphere)
+    with pytest.raises(TypeError, match="`tau` must be a number, got '0.1'"):
+        simulate(PULL, points(), 1.0, "0.1")
+    with pytest.raises(ValueError, match="at least one replica"):
+        simulate(PULL, torch.randn(0, 4, 3), 1.0, 0.1)
+    with pytest.raises(ValueError, match="`first_step` must be an int of at least 0, got -1"):
+        simulate(PULL, points(), 1.0, 0.1, first_step=-1)
+    assert len(simulate(PULL, points(), 1.0, 0.1, save_every=np.int64(5)).t) == 3
+
+
+def test_predictions_without_error() -> None:
+    prediction = predict_error(SPHERE, Sphere().retract(points(7)), 1.0, steps=4)
+    assert prediction.step_for(0.1, 7) == math.inf
+    with pytest.raises(ValueError, match="`rms` must be positive, got -1"):
+        prediction.step_for(-1, 2)
+    with pytest.raises(ValueError, match="`batch_size` must be a whole number, got 2.5"):
+        prediction.rms(0.1, 2.5)
