@@ -148,8 +148,9 @@ def _step(settings: Settings, n: int, d: int, p: int) -> dict[str, Any]:
     simulation.advance(0, TAU)
     gc.collect()
     peak, seconds = Peak(), []
-    # Steps of many seconds need no repetition to be told from noise.
-    for k in range(settings.turns if n * d <= 10**8 else min(2, settings.turns)):
+    # Steps of many seconds need no repetition to be told from noise, those of a millisecond need many.
+    turns = settings.turns if n * d <= 10**8 else min(2, settings.turns)
+    for k in range(max(turns, min(50, 10**7 // (n * d)))):
         start = time.perf_counter()
         simulation.advance(k + 1, TAU)
         seconds.append(time.perf_counter() - start)
