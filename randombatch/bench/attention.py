@@ -119,31 +119,24 @@ def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:
     return rows
 
 
-def _extra_memory(settings: Settings, name: str, allocator: str) -> float:
-    with running(settings.worker(name), allocator) as worker:
+def _extra_memory(settings: Settings, name: str, allocator: str, **changes: Any) -> float:
+    with running(settings.worker(name, **changes), allocator) as worker:
         return worker.ask("memory")["extra_bytes"]
 
 
 def _scaling(settings: Settings, progress) -> list[dict[str, Any]]:
-    """Our layer alone at growing N, under the default allocator; turns are taken here too."""
-    tick = progress("scaling", len(settings.scaling))
+    """Our layer alone at growing N, under both allocators."""
+    cases = [(nodes, allocator) for nodes in settings.scaling for allocator in ALLOCATORS]
+    tick = progress("scaling", len(cases))
     rows = []
-    for nodes in settings.scaling:
-        with running(settings.worker("ours", nodes=nodes)) as worker:
-            memory = worker.ask("memory")["extra_bytes"]
+    for nodes, allocator in cases:
+        memory = _extra_memory(settings, "ours", allocator, nodes=nodes)
         # Enough steps for the shortest to be undisturbed; a large graph averages by itself.
         turns = max(3, min(40, 4_000_000 // nodes))
-        with running(settings.worker("ours", nodes=nodes)) as worker:
+        with running(settings.worker("ours", nodes=nodes), allocator) as worker:
             times = take_turns({0: worker}, turns, lambda: None)[0].row()
-        rows.append(
-            {
-                "name": "scaling",
-                "nodes": nodes,
-                **times,
-                "ns_per_node": times["train_s"] / nodes * 1e9,
-                "extra_bytes": memory,
-            }
-        )
+        row = {"name": "scaling", "nodes": nodes, "allocator": allocator, **times, "extra_bytes": memory}
+        rows.append({**row, "ns_per_node": times["train_s"] / nodes * 1e9})
         tick()
     return rows
 
@@ -174,7 +167,7 @@ def _ratios(settings: Settings, rows: list[dict[str, Any]], scaling: list[dict[s
     def extra(name: str) -> float:
         return next(r["extra_bytes"] for r in rows if r["name"] == name and r["allocator"] == "default")
 
-    per_node = [r["ns_per_node"] for r in scaling]
+    per_node = [min(r["ns_per_node"] for r in scaling if r["nodes"] == nodes) for nodes in settings.scaling]
     return {
         "train_time_vs": {name: vs(name) for name in settings.peers},
         "train_time_vs_default": {name: vs(name, ["default"]) for name in settings.peers},

@@ -162,8 +162,8 @@ def convergence(
         raise ValueError(f"rates need at least two steps and two batch sizes, got {taus} and {batch_sizes}")
     if not all(2 <= p < n for p in batch_sizes):
         raise ValueError(
-            f"batch sizes must be from 2 to N - 1 = {n - 1}, got {batch_sizes}: alone, a particle has no force, and with "
-            "p = N there is no error"
+            f"batch sizes must be from 2 to N - 1 = {n - 1}, got {batch_sizes}: alone, a particle has no force, and "
+            "with p = N there is no error"
         )
     if len({inverse_size(n, p) for p in batch_sizes}) < 2:
         raise ValueError(f"batch sizes {batch_sizes} divide {n} particles alike: there is nothing to compare")

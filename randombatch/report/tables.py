@@ -64,16 +64,16 @@ def print_attention(console: Console, result: dict[str, Any]) -> None:
     title = "N = {nodes:,}, F = {dim}, H = {heads}, p = {batch_size}, {threads} threads".format(**s)
     table = Table("contender", "allocator", "forward ms", "train ms", "median ms", "extra MB", title=title)
     for row in result["rows"]:
-        if "allocator" in row:
+        if "allocator" in row and row["name"] != "scaling":
             seconds = [f"{row[key] * 1e3:.1f}" for key in ("forward_s", "train_s", "train_median_s")]
             table.add_row(row["name"], row["allocator"], *seconds, f"{row['extra_bytes'] / 1e6:.1f}")
     console.print(table)
     if s["scaling"]:
-        table = Table("N", "train ms", "ns per node", "extra MB", title="our layer as N grows")
+        table = Table("N", "allocator", "train ms", "ns per node", "extra MB", title="our layer as N grows")
         for row in result["rows"]:
             if row["name"] == "scaling":
                 figures = f"{row['train_s'] * 1e3:.1f}", f"{row['ns_per_node']:.0f}", f"{row['extra_bytes'] / 1e6:.1f}"
-                table.add_row(f"{row['nodes']:,}", *figures)
+                table.add_row(f"{row['nodes']:,}", row["allocator"], *figures)
         console.print(table)
     if s["sweep"]:
         table = Table("H", "p", "train ms", "over its floor", title="other heads and batch sizes")
