@@ -150,7 +150,7 @@ def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Te
 
 def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
     """The inverse of `take_rows`: values go to these rows of a contiguous table."""
-    values = values.to(table_ND.dtype)
+    values = values.to(table_ND.dtype).contiguous()
     if table_ND.device.type == "cpu" and table_ND.shape[1]:
         # NumPy copies a row as one item; torch goes element by element, on one thread too, and takes twice as long.
         _items(table_ND).put(rows.numpy(), _items(values))

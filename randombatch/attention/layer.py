@@ -108,7 +108,10 @@ class Layer:
         if recompute or self.kernel != "softmax":
             return saved
         weights = self.heads * sum(s * s for s in self.division.sizes)
-        return blocks.new_rows(saved, self.in_width * self.division.num_items + weights)
+        saved = blocks.new_rows(saved, self.in_width * self.division.num_items + weights + 1)
+        # Laid out by blocks, which must be the same in both passes whatever becomes of the threads meanwhile.
+        saved[-1] = self.block_rows
+        return saved
 
     def forward(self, out_NF: Tensor, saved: Tensor) -> None:
         """Write the output, and what is to be `saved` unless that is empty."""
@@ -124,6 +127,8 @@ class Layer:
         """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none."""
         scratch = self.scratch
         grad = grad.contiguous()
+        if saved.numel():
+            self.block_rows = int(saved[-1])
         assert self.in_weight is not None
         given = self.in_weight, self.in_weight[:, 0], self.out_weight, self.out_bias
         sums = [self.in_weight.new_zeros(0 if w is None else w.shape) for w in given]

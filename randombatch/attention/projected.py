@@ -71,10 +71,6 @@ def projected_attention(
         if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
             parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
             output = None, out_bias
-    if not recompute:
-        # What is kept is laid out by blocks: they must be the same, whatever becomes of the threads meanwhile.
-        weights = heads * batch_size if kernel == "softmax" else 0
-        block_rows = block_rows or blocks.rows_per_block(max(len(in_weight), x.shape[1], weights), x.device)
     order = ids = None
     if isinstance(division, GivenBatches) and division.room is not None:
         options = heads, parts, kernel, dropout_p, block_rows or 0

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
 
+from randombatch.attention.blocks import put_rows
 from randombatch.attention.recycled import recycle_memory
 from randombatch.data.part import Part, synthetic_part
 from randombatch.data.synthetic import Synthetic
@@ -38,12 +39,20 @@ class _Idle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, batches):
-        ctx.shape = rows.shape
-        return rows.clone() if batches.room is None else batches.room(rows.shape[1], rows.dtype)
+        ctx.batches, ctx.shape = batches, rows.shape
+        if batches.room is None:
+            return rows.clone()
+        table = batches.room(rows.shape[1], rows.dtype)
+        put_rows(table, batches.ids, rows)
+        return table
 
     @staticmethod
     def backward(ctx, grad):
-        return grad if grad.shape == ctx.shape else grad.new_zeros(1, 1).expand(ctx.shape), None
+        batches = ctx.batches
+        if batches.room is None:
+            return grad, None
+        put_rows(batches.room(grad.shape[1], grad.dtype), batches.ids, grad.index_select(0, batches.ids))
+        return grad.new_zeros(1, 1).expand(ctx.shape), None
 
 
 class Rank:

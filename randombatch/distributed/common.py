@@ -10,6 +10,7 @@ import os
 import secrets
 import sys
 import time
+import zlib
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Common:
         self._memory: dict[str, mmap.mmap] = {}
         self._layout: dict[str, tuple[int, torch.dtype]] = {}
         self._read: set[str] = set()
+        self.lendings = 0
 
     def lend(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
         """A table as `(N, width)`, to be written to."""
@@ -45,6 +47,7 @@ class Common:
             # In another layout the own rows lie where another rank's did.
             self.sync()
         self._layout[name] = width, dtype
+        self.lendings += 1
         return self.lent(name)
 
     def lent(self, name: str) -> Tensor:
@@ -61,9 +64,20 @@ class Common:
         self._read.update(names)
 
     def sync(self) -> None:
-        """Wait for all ranks; what they wrote before is seen afterwards. A rank that is gone is an error."""
+        """Wait for all ranks; what they wrote before is seen afterwards.
+
+        A rank that is gone is an error, and so are ranks with tables of different kinds.
+        """
         start = time.perf_counter()
-        dist.all_reduce(torch.zeros(1), group=self.group)
+        mine = zlib.crc32(repr((self.num_rows, sorted(self._layout.items()))).encode())
+        found = torch.tensor([mine, -mine])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        if int(found[0]) != -int(found[1]):
+            kinds = ", ".join(f"{width} of {dtype}" for width, dtype in self._layout.values())
+            raise ValueError(
+                f"ranks disagree about their rows: this one has {self.num_rows:,} in all, with columns {kinds}; all "
+                "must pass the same number of rows, columns and type"
+            )
         self._read.clear()
         self.seconds += time.perf_counter() - start
 
@@ -71,7 +85,8 @@ class Common:
         memory = _mapped(self.group, max(size, mmap.PAGESIZE))
         if memory is None:
             raise RuntimeError(
-                f"no memory of {size:,} bytes could be shared by all ranks: use Shard(..., shared=False)"
+                f"no memory of {size:,} bytes could be shared by all ranks: do they pass the same numbers of rows and "
+                "columns? If so, use Shard(..., shared=False)"
             )
         return memory
 
@@ -96,10 +111,12 @@ def _mapped(group: Any, size: int) -> mmap.mmap | None:
     memory = None
     with contextlib.suppress(OSError, ValueError):
         own = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR)
-        # On another machine, or in another container, the same number is another process.
-        if os.fstat(own).st_size == size and os.pread(own, 16, 0) == expected:
-            memory = mmap.mmap(own, size)
-        os.close(own)
+        try:
+            # On another machine, or in another container, the same number is another process.
+            if os.fstat(own).st_size == size and os.pread(own, 16, 0) == expected:
+                memory = mmap.mmap(own, size)
+        finally:
+            os.close(own)
     votes = torch.tensor([int(memory is not None)])
     dist.all_reduce(votes, group=group)
     if number >= 0:

@@ -5,8 +5,8 @@ The division is the same as on a single device, named by its seed: each rank com
 sent and no rank holds a permutation of N. Ranks compute runs of consecutive batches that differ by at most one in
 number.
 
-On one machine (`common.py`) all rows stand in a table that every rank sees: a rank gathers the rows of its batches from
-there and puts results into a second one. Otherwise an all-to-all is a leg; its messages hold rows in increasing order
+On one machine (`common.py`) all rows stand in a table that every rank sees: a rank takes the rows of its batches from
+there and puts results in their place. Otherwise an all-to-all is a leg; its messages hold rows in increasing order
 of their ids.
 
 Both legs are linear maps that move rows, and each is the transpose of the other: autograd sends gradients of the one
@@ -237,10 +237,19 @@ class _Visit:
     ) -> None:
         self.shard, self.common, self.division, self.ids, self.like = shard, common, division, ids, like
         self.foreign = int((shard.owner_of(ids) != shard.rank).sum())
+        self.lendings = -1
 
     def room(self, width: int, dtype: torch.dtype) -> Tensor:
         """Where results of this kind go: into the input's table, which is open, or into another."""
-        return self.common.lent("x") if (width, dtype) == self.like else self.common.lend("y", width, dtype)
+        if (width, dtype) == self.like:
+            return self.input()
+        return self.common.lend("y", width, dtype)
+
+    def input(self) -> Tensor:
+        """The table of the input, or of its gradient."""
+        if self.common.lendings != self.lendings:
+            raise RuntimeError("the table of all ranks' rows was used for something else while batches were computed")
+        return self.common.lent("x")
 
     def open(self, own: Tensor) -> Tensor:
         """Lay the own rows into their table; that of the input is then open, too."""
@@ -249,6 +258,9 @@ class _Visit:
             table = self.common.lend("y", own.shape[1], own.dtype)
         self.shard.put(table, own)
         self._sync(table)
+        # Until everybody is done, in `close`; if that never comes, whoever wants the table next must wait.
+        self.common.read("x", "y")
+        self.lendings = self.common.lendings
         return table
 
     def close(self, table: Tensor) -> Tensor:
@@ -283,7 +295,7 @@ class _Enter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, _):
         visit = ctx.visit
-        return visit.close(visit.common.lent("x")), None
+        return visit.close(visit.input()), None
 
 
 class _Leave(torch.autograd.Function):
@@ -292,15 +304,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table, visit):
         ctx.visit = visit
+        ctx.save_for_backward(table.new_empty(0))
         return visit.close(table)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        table = ctx.visit.open(grad)
-        # Where the input needs no gradient nobody comes back to it, and others may still be reading.
-        ctx.visit.common.read("x", "y")
-        return table, None
+        # Under a checkpoint this computes everything once more, by way of the same table: not later than now.
+        _ = ctx.saved_tensors
+        return ctx.visit.open(grad), None
 
 
 def check_shard(

@@ -89,7 +89,8 @@ def apply_in_batches(
     ptr = check_rows(x, mask, batch, ptr)
     flat = x.reshape(-1, x.shape[-1])
     if not len(flat):
-        return x.new_zeros(*x.shape[:-1], _width(function, x))
+        like, width = _kind(function, x)
+        return like.new_zeros(*x.shape[:-1], width)
     results = []
     for seed in draws.seeds():
         results.append(compute(flat, divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)))
@@ -104,7 +105,7 @@ class _Streamed(torch.autograd.Function):
         ctx.function, ctx.division, ctx.training = function, division, training
         ctx.autocast = torch.is_autocast_enabled(x_NF.device.type), torch.get_autocast_dtype(x_NF.device.type)
         ctx.save_for_backward(x_NF, *parameters)
-        out_NF = None if division.num_items else _results(division, x_NF, _width(function, x_NF), len(x_NF))
+        out_NF = None if division.num_items else _results(division, *_kind(function, x_NF), len(x_NF))
         for number, rows, x_BPF in _blocks(x_NF, division):
             with _random_numbers(ctx, number, x_NF.device):
                 y_BPF = _checked(function(x_BPF), x_BPF)
@@ -161,10 +162,14 @@ def _random_numbers(ctx, number: int, device: torch.device) -> Iterator[None]:
         if not ctx.training:
             yield
             return
-        accelerators = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(accelerators, device_type="cuda" if device.type == "cpu" else device.type):
+        with _unchanged_generators(device):
             torch.manual_seed(fold_in(ctx.division.seed, number))
             yield
+
+
+def _unchanged_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    accelerators = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(accelerators, device_type="cuda" if device.type == "cpu" else device.type)
 
 
 def _checked(y: Tensor, x_BPF: Tensor) -> Tensor:
@@ -174,7 +179,8 @@ def _checked(y: Tensor, x_BPF: Tensor) -> Tensor:
     return y
 
 
-def _width(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Output width for an input without rows: asked of the module with one row of zeros."""
-    with torch.no_grad():
-        return function(x.new_zeros(1, 2, x.shape[-1])).shape[-1]
+def _kind(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, int]:
+    """A result, and its width, for an input without rows: asked of the module with rows of zeros."""
+    with torch.no_grad(), _unchanged_generators(x.device):
+        out = function(x.new_zeros(1, 2, x.shape[-1]))
+    return out, out.shape[-1]

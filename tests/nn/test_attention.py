@@ -151,8 +151,9 @@ def test_nan_stays_in_its_batch(heads: int, kernel: str) -> None:
     assert torch.equal(out[batch != batch[7]], clean[batch != batch[7]])
 
 
-def test_compiles_whole() -> None:
-    layer = RandomBatchAttention(16, 2, 8, dropout=0.1)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_compiles_whole(recompute: bool) -> None:
+    layer = RandomBatchAttention(16, 2, 8, dropout=0.1, recompute=recompute)
     compiled = torch.compile(layer, fullgraph=True)
     x = torch.randn(3, 20, 16, requires_grad=True)
     mask = torch.rand(3, 20) < 0.7

@@ -163,3 +163,28 @@ def test_bad_arguments() -> None:
         RandomBatch(by_hand, 4)
     with pytest.raises(ValueError, match=r"must map \(3, 4, 8\) to \(B, n, F'\), got"):
         RandomBatch(nn.Flatten(), 4)(torch.randn(12, 8))
+
+
+class Swapped(torch.nn.Module):
+    """Its results are laid out feature by feature."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * x).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Repeated(torch.nn.Module):
+    """Its results lie in one column, which stands for all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1, keepdim=True).expand_as(x)
+
+
+@pytest.mark.parametrize("module", [Swapped(), Repeated()])
+@pytest.mark.parametrize(("n", "p"), [(10, 64), (33, 4)])
+def test_results_of_any_stride(module: torch.nn.Module, n: int, p: int) -> None:
+    """Row by row these modules do not depend on the batches."""
+    x = torch.randn(n, 6, dtype=torch.float64, requires_grad=True)
+    ours, truth = RandomBatch(module, p)(x), module(x[None])[0]
+    torch.testing.assert_close(ours, truth)
+    for a, b in zip(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(truth.sum(), x), strict=True):
+        torch.testing.assert_close(a, b)
