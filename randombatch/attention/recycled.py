@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 22  # smaller arrays are the C library's
-STEP_BYTES = 1 << 21  # a huge page
+STEP_BYTES = 1 << 16  # no huge page more than is needed
 WASTE = 1.25  # a block serves arrays down to this fraction of its size
 
 
