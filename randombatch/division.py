@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from randombatch.given_batches import GivenBatches
 from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
 
-__all__ = ["Division", "check_batch_size", "draw_seed", "fold_in", "orders"]
+__all__ = ["Division", "check_batch_size", "draw_seed", "even_bounds", "fold_in", "orders"]
 
 # Positions turned into items at a time: enough to spread one look-up over all threads, 0.5 MB of indices.
 SPAN = 65536
@@ -28,6 +29,14 @@ def draw_seed(generator: torch.Generator | None = None) -> Tensor:
     """One int64 in [0, 2^63 - 1) from the generator (default: torch's), as a 0-d tensor on the CPU."""
     device = generator.device if generator is not None else "cpu"
     return torch.randint((1 << 63) - 1, (), generator=generator, device=device, dtype=torch.int64).cpu()
+
+
+def even_bounds(n: int, parts: int) -> list[int]:
+    """Boundaries of `parts` runs of n things, sizes differing by at most one.
+
+    Those of fewer parts are among them if their number divides `parts`.
+    """
+    return [r * n // parts for r in range(parts + 1)]
 
 
 def orders(num_items: int, seeds: Sequence[int], device: torch.device | None = None) -> Tensor:
@@ -145,6 +154,12 @@ class Division:
         """Position where each batch begins, and the end: int64 `(num_batches + 1,)` on the CPU."""
         starts, _ = self._layout(0, self._graphs[0].numel() - 1)
         return torch.cat([starts, torch.tensor([self.num_items])])
+
+    def part(self, first: int, stop: int, device: torch.device | None = None) -> GivenBatches:
+        """The batches from number `first` to `stop`; holds their order."""
+        starts = self.starts[first : stop + 1]
+        order = self.order(int(starts[0]), int(starts[-1]), device)
+        return GivenBatches(order, starts - starts[0], self.batch_size, self.seed, first=first)
 
     # As part of itself a division begins with its first batch, and rows are their own names: see `GivenBatches`.
     first = 0

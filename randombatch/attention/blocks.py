@@ -28,14 +28,16 @@ from randombatch.permutation import fold_in, hash64
 ACCELERATOR_BLOCK_BYTES = 1 << 26
 
 
-def rows_per_block(width: int, device: torch.device) -> int:
+def rows_per_block(width: int, device: torch.device, alike: bool = False) -> int:
     """How many rows of `width` numbers one block should have.
 
     On a CPU the widest array of a block takes half of all the cores' second-level cache together: smaller blocks spend
     their time between operations, larger ones waiting for memory. On an accelerator, `ACCELERATOR_BLOCK_BYTES`.
+    With `alike` blocks are the same for one thread as for a few, at little cost: so are then sums over rows.
     """
     if device.type == "cpu":
-        budget = _second_level_cache() * torch.get_num_threads() // 2
+        threads = torch.get_num_threads()
+        budget = _second_level_cache() * (max(1, threads // 4) if alike else threads) // 2
     else:
         budget = ACCELERATOR_BLOCK_BYTES
     return max(256, budget // (4 * max(1, width)))

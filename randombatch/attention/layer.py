@@ -11,13 +11,14 @@ batch, G = (batches of the block) x H.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from randombatch.attention import blocks
-from randombatch.division import Division
+from randombatch.division import Division, even_bounds
 from randombatch.given_batches import GivenBatches
 
 
@@ -68,7 +69,7 @@ class Layer:
         out_weight: None if the values are output already.
         out_bias: added to the output.
         division: of the rows of x; those that it leaves out keep what the outputs hold.
-        heads, parts, kernel, dropout_p, block_rows: as for the operator.
+        heads, parts, kernel, dropout_p, block_rows, pieces: as for the operator.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Layer:
         kernel: str,
         dropout_p: float,
         block_rows: int,
+        pieces: int = 1,
     ) -> None:
         self.x, self.division = x.contiguous(), division
         self.scratch = blocks.Scratch(x.device, blocks.compute_dtype(x.dtype))
@@ -94,7 +96,12 @@ class Layer:
         self.in_width = len(in_weight)
         self.out_width = out_width(in_weight, out_weight, parts)
         weights = heads * min(division.batch_size, x.shape[0]) if kernel == "softmax" else 0
-        self.block_rows = block_rows or blocks.rows_per_block(max(self.in_width, x.shape[1], weights), x.device)
+        cuts = division.cuts if isinstance(division, GivenBatches) else None
+        if cuts is None and pieces > 1:
+            cuts = even_bounds(division.num_batches, pieces)
+        self.cuts = [a for a, b in itertools.pairwise(cuts or []) if a < b] + (cuts or [])[-1:]
+        widest = max(self.in_width, x.shape[1], weights)
+        self.block_rows = block_rows or blocks.rows_per_block(widest, x.device, alike=cuts is not None)
         # Making views takes as long as a small product: once for each shape of a block.
         self._rooms: dict[torch.Size, _Room] = {}
 
@@ -124,7 +131,10 @@ class Layer:
             blocks.put_rows(out_NF, block.home, y_RF)
 
     def backward(self, grad: Tensor, saved: Tensor, dx_NF: Tensor) -> list[Tensor]:
-        """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none."""
+        """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none.
+
+        The latter are sums over the blocks; of several pieces they are added up in float64.
+        """
         scratch = self.scratch
         grad = grad.contiguous()
         if saved.numel():
@@ -138,7 +148,15 @@ class Layer:
         chunks = list(zip(self.in_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
         din_weights = din_weight.view(pieces, -1, self.x.shape[1])
         ones = din_weight.new_ones(max(self.block_rows, min(self.division.batch_size, len(self.x))))
-        for block in self._stream(saved, known=True):
+        totals = sums if len(self.cuts) <= 2 else [torch.zeros_like(s, dtype=torch.float64) for s in sums]
+
+        def end_piece() -> None:
+            if totals is not sums:
+                for total, s in zip(totals, sums, strict=True):
+                    total += s
+                    s.zero_()
+
+        for block in self._stream(saved, known=True, end_piece=end_piece):
             ones_R = ones[: len(block.home)]
             grad_RF = blocks.take_rows(scratch, "grad", grad, block.home)
             if self.out_bias is not None:
@@ -162,17 +180,33 @@ class Layer:
                     dbias.addmv_(d_RW.t(), ones_R)
             assert dx_RF is not None
             blocks.put_rows(dx_NF, block.home, dx_RF)
-        return sums
+        return totals
 
-    def _stream(self, saved: Tensor, known: bool) -> Iterator[_Block]:
+    def _pieces(self, end_piece: Callable[[], None] | None) -> Iterator[Tensor]:
+        """The rows of each block, piece after piece."""
+        if len(self.cuts) <= 2:
+            yield from self.division.blocks(self.block_rows, self.x.device)
+            return
+        for first, stop in itertools.pairwise(self.cuts):
+            yield from self.division.part(first, stop, self.x.device).blocks(self.block_rows, self.x.device)
+            if end_piece is not None:
+                end_piece()
+
+    def _stream(self, saved: Tensor, known: bool, end_piece: Callable[[], None] | None = None) -> Iterator[_Block]:
         """Every block, up to its weights.
 
         `saved`, unless empty, holds projections and weights of all blocks in a row if `known`, else gets them.
+        `end_piece` is called behind the last block of each piece.
         """
         start = 0
-        for rows_CP in self.division.blocks(self.block_rows, self.x.device):
+        consecutive = isinstance(self.division, GivenBatches) and self.division.consecutive
+        consecutive = consecutive and self.x.dtype == self.scratch.dtype
+        for rows_CP in self._pieces(end_piece):
             rows = rows_CP.flatten()
-            x_RF = blocks.take_rows(self.scratch, "x", self.x, rows)
+            if consecutive and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
+                x_RF = self.x[int(rows[0]) : int(rows[-1]) + 1]
+            else:
+                x_RF = blocks.take_rows(self.scratch, "x", self.x, rows)
             if saved.numel():
                 size = len(rows) * (self.in_width + rows_CP.shape[1] * self.heads)
                 room = self._room(rows_CP, saved[start : start + size])

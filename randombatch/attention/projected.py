@@ -35,6 +35,7 @@ def projected_attention(
     dropout_p: float = 0.0,
     recompute: bool = True,
     block_rows: int | None = None,
+    pieces: int = 1,
 ) -> Tensor:
     """Self-attention of `(N, F)` inside each batch of a division, with its projections.
 
@@ -55,6 +56,8 @@ def projected_attention(
         dropout_p: dropout of the attention weights (softmax only).
         recompute: False keeps projections and softmax weights, N (W + p H) numbers, for the backward pass.
         block_rows: rows per block (default: from the cache, see `blocks.rows_per_block`).
+        pieces: runs of batches whose sums (the gradients of weights) are added up in float64; given batches have their
+            own.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -67,13 +70,15 @@ def projected_attention(
     with torch.autocast(x.device.type, enabled=False):
         if kernel == "softmax":
             in_weight, in_bias = scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
-        # Folding costs a few products of weights, which pay from about as many rows as there are features on.
-        if heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight) and len(x) > 2 * x.shape[1]:
+        # Folding costs a few products of weights, which pay from about as many rows as there are features on. All ranks
+        # decide alike.
+        many = (division.num_all if isinstance(division, GivenBatches) else len(x)) > 2 * x.shape[1]
+        if many and heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight):
             parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
             output = None, out_bias
     order = ids = None
     if isinstance(division, GivenBatches) and division.room is not None:
-        options = heads, parts, kernel, dropout_p, block_rows or 0
+        options = heads, parts, kernel, dropout_p, block_rows or 0, pieces
         return _InRoom.apply(division, options, recompute, x, in_weight, in_bias, *output)
     if division is not None:
         seed, batch_size = torch.tensor(signed64(division.seed)), division.batch_size
@@ -81,7 +86,7 @@ def projected_attention(
     assert seed is not None
     out, _ = projected(
         x, in_weight, in_bias, *output, seed, ptr, batch, mask, order, ids,
-        batch_size, heads, parts, kernel, dropout_p, recompute, block_rows or 0,
+        batch_size, heads, parts, kernel, dropout_p, recompute, block_rows or 0, pieces,
     )  # fmt: skip
     return out
 
@@ -117,6 +122,7 @@ def projected(
     dropout_p: float,
     recompute: bool,
     block_rows: int,
+    pieces: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The layer's output `(N, F'')` and, unless `recompute`, projections and softmax weights of all blocks in a row.
 
@@ -125,7 +131,7 @@ def projected(
     each row.
     """
     division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
-    options = heads, parts, kernel, dropout_p, block_rows
+    options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     out_NF, saved = layer.new_rows(layer.out_width), layer.new_saved(recompute)
     layer.forward(out_NF, saved)
@@ -134,7 +140,7 @@ def projected(
 
 @projected.register_fake
 def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, *rest):
-    _, _, parts, kernel, _, recompute, _ = rest
+    _, _, parts, kernel, _, recompute, *_ = rest
     saved: int | torch.SymInt = 0
     if not recompute and kernel == "softmax":
         # How many depends on the sizes of the graphs, which only the real operator reads.
@@ -164,10 +170,11 @@ def projected_backward(
     kernel: str,
     dropout_p: float,
     block_rows: int,
+    pieces: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none)."""
     division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
-    options = heads, parts, kernel, dropout_p, block_rows
+    options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     dx_NF = layer.new_rows(x.shape[1])
     sums = [s.to(in_weight.dtype) for s in layer.backward(grad, saved, dx_NF)]
@@ -182,9 +189,9 @@ def _(grad, saved, x, in_weight, in_bias, out_weight, out_bias, *rest):
 
 
 def _setup(ctx, inputs, output):
-    *tensors, batch_size, heads, parts, kernel, dropout_p, _, block_rows = inputs
+    *tensors, batch_size, heads, parts, kernel, dropout_p, _, block_rows, pieces = inputs
     ctx.save_for_backward(*tensors, output[1])
-    ctx.rest = batch_size, heads, parts, kernel, dropout_p, block_rows
+    ctx.rest = batch_size, heads, parts, kernel, dropout_p, block_rows, pieces
     ctx.mark_non_differentiable(output[1])
 
 
@@ -192,7 +199,7 @@ def _backward(ctx, grad, _):
     *tensors, saved = ctx.saved_tensors
     gradients = projected_backward(grad, saved, *tensors, *ctx.rest)
     there = (None if tensor is None else g for tensor, g in zip(tensors, gradients, strict=False))
-    return *there, *[None] * 13
+    return *there, *[None] * 14
 
 
 projected.register_autograd(_backward, setup_context=_setup)
@@ -220,5 +227,6 @@ class _InRoom(torch.autograd.Function):
         in_weight, in_bias, out_weight, out_bias = weights
         layer = Layer(x, in_weight, in_bias, out_weight, out_bias, ctx.division, *ctx.options)
         sums = layer.backward(grad, saved, ctx.division.room(x.shape[1], x.dtype))
+        sums = sums if ctx.division.totals is None else ctx.division.totals(sums)
         there = (None if w is None else s.to(w.dtype) for w, s in zip(weights, sums, strict=True))
         return None, None, None, x.new_zeros(1, 1).expand_as(x), *there

@@ -23,8 +23,8 @@ from torch import Tensor
 from randombatch.attention.blocks import new_rows, put_rows
 from randombatch.attention.rows import divide_rows
 from randombatch.distributed.common import Common
-from randombatch.distributed.shard import Flight, Shard, bytes_per_row, even_bounds
-from randombatch.division import Division, fold_in
+from randombatch.distributed.shard import Flight, Shard, bytes_per_row
+from randombatch.division import Division, even_bounds, fold_in
 from randombatch.given_batches import GivenBatches
 
 
@@ -215,8 +215,9 @@ def in_common(
     ids = division.order(int(starts[0]), int(starts[-1]))
     visit = _Visit(shard, common, division, ids, (x.shape[1], x.dtype))
     batches = GivenBatches(
-        torch.arange(len(ids)), starts - starts[0], division.batch_size, division.seed, ids, first, visit.room
-    )
+        None, starts - starts[0], division.batch_size, division.seed, ids, first, visit.room,
+        shard.pieces(division.num_batches), shard.totals, division.num_items,
+    )  # fmt: skip
     return _Leave.apply(compute(_Enter.apply(x, visit), batches), visit)
 
 

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from randombatch.attention.blocks import new_rows, put_rows
 from randombatch.distributed.common import Common, between
+from randombatch.division import even_bounds
 
+# All rows (and all batches) are cut into so many runs, and sums over them are taken run by run, in float64 from run to
+# run: those of 1, 2, 3, 4, 6 or 12 ranks then have the same terms, and (nearly always) not one bit differs.
+PIECES = 12
 EXCHANGES = ("global", "local")
 
 
@@ -107,6 +111,33 @@ class Shard:
         wanted = self.allow_shared and self.size > 1 and dist.get_backend(self.group) == "gloo"
         return between(self.group, self.num_rows) if wanted else None
 
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether sums over rows have the same terms as on a single rank. All ranks must ask together."""
+        runs = self.owner is None and self.exchange == "global" and PIECES % self.size == 0
+        return runs and (self.size == 1 or self.common is not None)
+
+    def pieces(self, n: int) -> list[int]:
+        """Of n rows (or batches) of all ranks, the boundaries of this rank's pieces, counted from its first one."""
+        if not self.alike:
+            bounds = even_bounds(n, self.size)[self.rank : self.rank + 2]
+            return [0, len(self) if n == self.num_rows else bounds[1] - bounds[0]]
+        each = PIECES // self.size
+        bounds = even_bounds(n, PIECES)[self.rank * each : (self.rank + 1) * each + 1]
+        return [bound - bounds[0] for bound in bounds]
+
+    def totals(self, sums: list[Tensor]) -> list[Tensor]:
+        """Gradients of weights, each rank's sums over its own rows, such that adding up those of all ranks is exact.
+
+        The first rank gets the sums over all ranks, in float64; the others get zeros.
+        """
+        if not self.alike or self.size == 1:
+            return sums
+        flat = torch.cat([s.double().flatten() for s in sums])
+        dist.reduce(flat, dist.get_global_rank(self.group, 0), group=self.group)
+        flat = flat if self.rank == 0 else torch.zeros_like(flat)
+        return [t.view_as(s) for t, s in zip(flat.split([s.numel() for s in sums]), sums, strict=True)]
+
     def put(self, table: Tensor, own: Tensor) -> None:
         """Write the own rows of a table of all rows."""
         if self.owner is None:
@@ -193,9 +224,3 @@ class Flight:
 
 def bytes_per_row(rows: Tensor) -> int:
     return math.prod(rows.shape[1:]) * rows.element_size()
-
-
-def even_bounds(n: int, parts: int) -> list[int]:
-    """Boundaries of `parts` runs of n things, sizes differing by at most one, larger ones first."""
-    base, larger = divmod(n, parts)
-    return [r * base + min(r, larger) for r in range(parts + 1)]

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from randombatch.attention.blocks import Scratch
+from randombatch.distributed.shard import Shard
 from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
 
 SPARSE_BELOW = 0.1
+COLUMNS_AT_A_TIME = 16
 
 
 class SparseFeatures:
@@ -47,9 +49,9 @@ class SparseFeatures:
     def numel(self) -> int:
         return self.shape[0] * self.shape[1]
 
-    def linear(self, weight: Tensor) -> Tensor:
-        """x W' for W `(D, F)`; differentiable in W."""
-        return _Linear.apply(weight, self)
+    def linear(self, weight: Tensor, shard: Shard | None = None) -> Tensor:
+        """x W' for W `(D, F)`; differentiable in W. With `shard` the gradient is for `all_reduce_gradients`."""
+        return _Linear.apply(weight, self, shard)
 
     def dropout(self, probability: float, seed: int) -> "SparseFeatures":
         """A copy with entries dropped; where x is zero there is nothing to drop."""
@@ -87,11 +89,18 @@ def _csr(starts: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, ...]
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, features: SparseFeatures) -> Tensor:
-        ctx.features = features
+    def forward(ctx: Any, weight: Tensor, features: SparseFeatures, shard: Shard | None) -> Tensor:
+        ctx.features, ctx.shard = features, shard
         return features.matrix() @ weight.t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (ctx.features.transpose() @ grad).t(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        transpose = ctx.features.transpose()
+        if ctx.shard is None:
+            return (transpose @ grad).t(), None, None
+        # In float64 the order of the terms, which depends on the number of ranks, does not matter.
+        transpose = transpose.double()
+        sums = torch.cat([transpose @ some.double() for some in grad.split(COLUMNS_AT_A_TIME, 1)], 1)
+        (total,) = ctx.shard.totals([sums])
+        return total.t().to(grad.dtype), None, None

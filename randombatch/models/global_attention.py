@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from randombatch.attention.projected import projected_attention
 from randombatch.distributed.exchange import finish, in_batches
-from randombatch.distributed.shard import Shard
+from randombatch.distributed.shard import PIECES, Shard
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
+from randombatch.models.dense import linear
 from randombatch.nn.draws import Draws, mean
 
 # A branch yields where its rows are under way and the other branch could compute.
@@ -50,9 +51,9 @@ class GlobalAttention(Draws, nn.Module):
         self.value = nn.Linear(channels, heads * channels) if use_weight else None
 
     def reset_parameters(self) -> None:
-        for linear in (self.query, self.key, self.value):
-            if linear is not None:
-                linear.reset_parameters()
+        for projection in (self.query, self.key, self.value):
+            if projection is not None:
+                projection.reset_parameters()
 
     def draw(self) -> list[Tensor]:
         """The seeds of one forward's divisions."""
@@ -81,7 +82,7 @@ class GlobalAttention(Draws, nn.Module):
             check_full(largest)
         value_weight, value_bias, average = self._value(x)
         if self.attention == "none":
-            return nnf.linear(nnf.linear(x, value_weight, value_bias), average) if self.value is not None else x
+            return nnf.linear(linear(x, value_weight, value_bias, shard), average) if self.value is not None else x
         weight = torch.cat([self.query.weight, self.key.weight, value_weight])
         bias = torch.cat([self.query.bias, self.key.bias, value_bias])
         batch_size = self.items_per_batch(largest)
@@ -90,7 +91,7 @@ class GlobalAttention(Draws, nn.Module):
         def attend(rows: Tensor, division: Division | GivenBatches | None = None, seed: Tensor | None = None) -> Tensor:
             return projected_attention(
                 rows, weight, bias, average, None, seed, batch_size, heads=self.heads, kernel=kernel,
-                ptr=ptr if division is None else None, division=division,
+                ptr=ptr if division is None else None, division=division, pieces=1 if shard is None else PIECES,
             )  # fmt: skip
 
         if batches is not None:

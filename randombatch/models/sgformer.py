@@ -19,14 +19,13 @@ import weakref
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from randombatch.distributed.convolution import ShardedAdjacency
 from randombatch.distributed.exchange import finish, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import check_batch_size, draw_seed
-from randombatch.models.dense import Dense
+from randombatch.models.dense import Dense, linear
 from randombatch.models.features import SparseFeatures
 from randombatch.models.global_attention import GlobalAttention, Stages
 from randombatch.models.propagation import Adjacency
@@ -143,11 +142,12 @@ class PlainGraphBranch(nn.Module):
 
     def _run(self, x, adjacency, shard, seeds: list[int]) -> Stages:
         g = x
-        for number, linear in enumerate(self.linears):
-            assert isinstance(linear, nn.Linear)
+        for number, layer in enumerate(self.linears):
+            assert isinstance(layer, nn.Linear)
             # Project first: the graph product is then as narrow as can be.
-            g = g.linear(linear.weight) if isinstance(g, SparseFeatures) else nnf.linear(g, linear.weight)
-            g = (adjacency @ g).add_(linear.bias)
+            sparse = isinstance(g, SparseFeatures)
+            g = g.linear(layer.weight, shard) if sparse else linear(g, layer.weight, None, shard)
+            g = linear(adjacency @ g, None, layer.bias, shard)
             if number < len(self.ends):
                 g = self.ends[number](g, seed=seeds[number], shard=shard)
             yield
@@ -310,7 +310,7 @@ class SGFormer(nn.Module):
         for g in rest:
             g = g if nodes is None else g[nodes]
             h = torch.cat([h, g], 1) if self.aggregate == "cat" else torch.lerp(h, g, self.graph_weight)
-        return self.out(h)
+        return self.out(h) if shard is None else linear(h, self.out.weight, self.out.bias, shard)
 
     def _adjacency(
         self, edge_index: Tensor | Adjacency | ShardedAdjacency, x: Tensor | SparseFeatures

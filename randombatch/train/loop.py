@@ -13,7 +13,7 @@ from torch import Tensor
 
 from randombatch.data.graph import Graph
 from randombatch.data.part import Part
-from randombatch.distributed import ShardedAdjacency, all_reduce_gradients
+from randombatch.distributed import Shard, ShardedAdjacency, all_reduce_gradients
 from randombatch.models.features import SPARSE_BELOW, SparseFeatures
 from randombatch.models.peers import build_model
 from randombatch.models.propagation import Adjacency
@@ -45,6 +45,8 @@ class Problem:
         self.y = graph.y.to(device)
         self.x: Tensor | SparseFeatures = graph.x.to(device)
         whole = config.model.name == "sgformer" and config.train.minibatch == "full"
+        # What the model is told: a single rank adds up as several do, so that it gets the same numbers.
+        self.model_shard = self.shard or (Shard(graph.num_nodes) if whole else None)
         if whole and self._few_entries(graph.x):
             self.x = SparseFeatures(self.x, self._entry_numbers(graph.x))
         self.ptr = graph.ptr
@@ -206,10 +208,10 @@ class Run:
                 edges = own.to(problem.device)
         if not len(rows) and problem.shard is None:
             return torch.zeros(()), 0
-        # Only sharded models know `shard`.
-        arguments = {} if problem.shard is None else {"shard": problem.shard}
+        # Only our own model knows `shard`.
+        arguments = {} if problem.model_shard is None else {"shard": problem.model_shard}
         logits = self.model(x, edges, problem.ptr, nodes, **arguments)
-        return nnf.cross_entropy(logits[rows], y[rows], reduction="sum"), len(rows)
+        return nnf.cross_entropy(logits[rows], y[rows], reduction="none").double().sum(), len(rows)
 
     def check_finite(self, values: Iterable[Tensor], what: str) -> None:
         """A loss is finite one step longer than the weights and logits behind it."""
@@ -251,7 +253,7 @@ class Run:
     def logits(self) -> Tensor:
         """Of all nodes, with the fixed division of evaluation."""
         self.model.eval()
-        arguments = {} if self.problem.shard is None else {"shard": self.problem.shard}
+        arguments = {} if self.problem.model_shard is None else {"shard": self.problem.model_shard}
         return self.model(self.problem.x, self.problem.edges, self.problem.ptr, **arguments)
 
     def stream(self, consume: Callable[[int, Tensor], None]) -> None:

@@ -92,6 +92,32 @@ def test_equals_naive_with_dropout(heads: int) -> None:
     assert_same(50, 7, heads, "softmax", False, dropout_p=0.4, recompute=False)
 
 
+@pytest.mark.parametrize("pieces", [2, 12])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_equals_naive_in_pieces(kernel: str, pieces: int) -> None:
+    assert_same(60, 5, 2, kernel, True, ptr=torch.tensor([0, 11, 11, 60]), pieces=pieces)
+    assert_same(50, 7, 1, kernel, True, recompute=False, block_rows=12, pieces=pieces)
+    mask = torch.rand(3, 20, generator=torch.Generator().manual_seed(4)) < 0.7
+    assert_same(60, 5, 1, kernel, True, mask=mask, pieces=pieces)
+
+
+def test_pieces_add_up_in_float64() -> None:
+    """Three batches whose gradients are 1, 1e-8 and -1: the small one is lost in float32 only."""
+    x = torch.zeros(6, 1, requires_grad=True)
+    weight, bias = torch.zeros(3, 1, requires_grad=True), torch.zeros(3, requires_grad=True)
+    seed = torch.tensor(2)
+    order = Division(6, 2, 2).order()
+    grad = torch.empty(6, 1)
+    grad[order] = torch.tensor([1.0, 0, 1e-8, 0, -1, 0])[:, None]
+
+    def of_value(pieces: int) -> float:
+        out = projected_attention(x, weight, bias, torch.ones(1, 1), None, seed, 2, pieces=pieces)
+        return torch.autograd.grad(out, bias, grad)[0][2].item()
+
+    assert of_value(1) == 0
+    assert of_value(3) == pytest.approx(1e-8)
+
+
 def test_gradcheck_and_opcheck() -> None:
     x, weights = make(9, True)
     for kernel in ("softmax", "sgformer"):
@@ -100,9 +126,9 @@ def test_gradcheck_and_opcheck() -> None:
         )
     tail = (torch.tensor(1), None, None, None, None, None, 4, 2, 3, "softmax", 0.1)
     for recompute in (True, False):
-        torch.library.opcheck(projected, (x, *weights, *tail, recompute, 64))
+        torch.library.opcheck(projected, (x, *weights, *tail, recompute, 64, 2))
     detached = [t.detach() for t in (torch.randn_like(x), x.new_empty(0), x, *weights) if t is not None]
-    torch.library.opcheck(projected_backward, (*detached, *tail, 64))
+    torch.library.opcheck(projected_backward, (*detached, *tail, 64, 2))
 
 
 def test_a_zero_row_has_no_direction_and_no_gradient() -> None:

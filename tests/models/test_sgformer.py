@@ -10,14 +10,14 @@ from torch import nn
 from torch_geometric.nn.models import SGFormer as PeerSGFormer
 
 from randombatch.attention import blocks
-from randombatch.models import ATTENTIONS, SGFormer, dense
+from randombatch.models import ATTENTIONS, SGFormer, dense_blocks
 from randombatch.models.global_attention import GlobalAttention
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, dense):
-        monkeypatch.setattr(module, "rows_per_block", lambda width, device: 7)
+    for module in (blocks, dense_blocks):
+        monkeypatch.setattr(module, "rows_per_block", lambda width, device, alike=False: 7)
 
 
 @pytest.mark.parametrize("training", [True, False])
