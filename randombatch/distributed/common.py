@@ -17,6 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from randombatch.distributed.wires import Wires, laid_between
+
+# Larger tensors are summed by messages, each rank a part of it.
+SMALL_BYTES = 1 << 23
+
 
 class Common:
     """Tables of N rows, used over and over: "x", and "y" for what does not fit into its place.
@@ -28,15 +33,18 @@ class Common:
     Args:
         group: the process group.
         num_rows: N.
+        wires: by which its ranks wait for each other.
     """
 
-    def __init__(self, group: Any, num_rows: int) -> None:
-        self.group, self.num_rows = group, num_rows
+    def __init__(self, group: Any, num_rows: int, wires: Wires) -> None:
+        self.group, self.num_rows, self._wires = group, num_rows, wires
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.seconds = 0.0
         self._memory: dict[str, mmap.mmap] = {}
         self._layout: dict[str, tuple[int, torch.dtype]] = {}
         self._read: set[str] = set()
         self.lendings = 0
+        self._turn = 0
 
     def lend(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
         """A table as `(N, width)`, to be written to."""
@@ -69,10 +77,8 @@ class Common:
         A rank that is gone is an error, and so are ranks with tables of different kinds.
         """
         start = time.perf_counter()
-        mine = zlib.crc32(repr((self.num_rows, sorted(self._layout.items()))).encode())
-        found = torch.tensor([mine, -mine])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        if int(found[0]) != -int(found[1]):
+        mine = zlib.crc32(repr((self.num_rows, sorted(self._layout.items()))).encode()).to_bytes(4, "big")
+        if any(theirs != mine for theirs in self._wires.meet(mine)):
             kinds = ", ".join(f"{width} of {dtype}" for width, dtype in self._layout.values())
             raise ValueError(
                 f"ranks disagree about their rows: this one has {self.num_rows:,} in all, with columns {kinds}; all "
@@ -80,6 +86,22 @@ class Common:
             )
         self._read.clear()
         self.seconds += time.perf_counter() - start
+
+    def gather(self, values: Tensor) -> Tensor:
+        """A small tensor of equal shape from every rank, stacked `(R, ...)`."""
+        size = values.numel() * values.element_size()
+        memory = self._memory.get("small")
+        if memory is None or len(memory) < 2 * self.size * size:
+            self._memory["small"] = memory = self._map(4 * self.size * max(size, 1 << 14))
+        self._layout["small"] = size, values.dtype
+        # Two halves in turns: while some still read one, others may write the other.
+        self._turn ^= 1
+        half = len(memory) // 2
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=half, offset=self._turn * half)
+        slots = slots[: self.size * size].view(self.size, size)
+        slots[self.rank] = values.contiguous().view(-1).view(torch.uint8)
+        self.sync()
+        return slots.clone().view(values.dtype).view(self.size, *values.shape)
 
     def _map(self, size: int) -> mmap.mmap:
         memory = _mapped(self.group, max(size, mmap.PAGESIZE))
@@ -93,7 +115,8 @@ class Common:
 
 def between(group: Any, num_rows: int) -> Common | None:
     """Find out, all ranks together, whether they can share memory; None if not."""
-    return None if _mapped(group, mmap.PAGESIZE) is None else Common(group, num_rows)
+    wires = None if _mapped(group, mmap.PAGESIZE) is None else laid_between(group)
+    return None if wires is None else Common(group, num_rows, wires)
 
 
 def _mapped(group: Any, size: int) -> mmap.mmap | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from randombatch.attention.blocks import new_rows, put_rows
-from randombatch.distributed.common import Common, between
+from randombatch.distributed.common import SMALL_BYTES, Common, between
 from randombatch.division import even_bounds
 
 # All rows (and all batches) are cut into so many runs, and sums over them are taken run by run, in float64 from run to
@@ -133,8 +133,7 @@ class Shard:
         """
         if not self.alike or self.size == 1:
             return sums
-        flat = torch.cat([s.double().flatten() for s in sums])
-        dist.reduce(flat, dist.get_global_rank(self.group, 0), group=self.group)
+        flat = self.sum(torch.cat([s.double().flatten() for s in sums]))
         flat = flat if self.rank == 0 else torch.zeros_like(flat)
         return [t.view_as(s) for t, s in zip(flat.split([s.numel() for s in sums]), sums, strict=True)]
 
@@ -154,14 +153,24 @@ class Shard:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks, in place."""
+        if self._fast(values):
+            assert self.common is not None
+            return values.copy_(self.common.gather(values).sum(0))
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
+
+    def _fast(self, values: Tensor) -> bool:
+        """Whether a small tensor goes by way of memory that all ranks see."""
+        small = self.size > 1 and values.device.type == "cpu" and 0 < values.nbytes <= SMALL_BYTES
+        return small and self.common is not None
 
     def agree(self, value: Tensor) -> Tensor:
         """The first rank's small tensor, on every rank."""
         if self.size == 1:
             return value
+        if self._fast(value):
+            return self.gather(value)[0]
         value = value.clone()
         dist.broadcast(value, dist.get_global_rank(self.group, 0), group=self.group)
         return value
@@ -170,6 +179,9 @@ class Shard:
         """A small tensor of equal shape from every rank, stacked `(R, ...)`."""
         if self.size == 1:
             return values[None]
+        if self._fast(values):
+            assert self.common is not None
+            return self.common.gather(values)
         out = values.new_empty(self.size, *values.shape)
         dist.all_gather(list(out.unbind(0)), values.contiguous(), group=self.group)
         return out

@@ -169,8 +169,8 @@ class Run:
         loss, count = (None, 0) if step is None else self._loss(step)
         # Sum and number; with one rank or rows in shards the number is known, else it is what all have.
         sums = torch.tensor([0.0 if loss is None else loss.item(), count], dtype=torch.float64)
-        if team.size > 1:
-            team.sum(sums)
+        ranks = problem.shard or team
+        ranks.sum(sums)
         total = self.num_train or int(sums[1])
         if not total:
             return
@@ -182,8 +182,7 @@ class Run:
             )
         if loss is not None:
             (loss / total).backward()
-        if team.size > 1:
-            all_reduce_gradients(self.model.parameters(), team)
+        all_reduce_gradients(self.model.parameters(), ranks)
         self.optimizer.step()
         if self.sharing > 1:
             team.average_buffers(self.model)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from randombatch.distributed.wires import PeerLost
 from randombatch.train.config import ConfigError
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -205,6 +206,8 @@ def lost_peer(error: Exception) -> bool:
     """Whether an error means that another rank is gone or stuck, not that this one is at fault."""
     if isinstance(error, ValueError):
         return False
+    if isinstance(error, PeerLost):
+        return True
     text = str(error).lower()
     signs = ("connection closed by peer", "connection reset", "timed out", "connection refused", "broken pipe", "nccl")
     return isinstance(error, dist.DistBackendError) or ("gloo" in text and any(sign in text for sign in signs))
