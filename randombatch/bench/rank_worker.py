@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as nnf
 
 from randombatch.attention.blocks import put_rows
-from randombatch.attention.recycled import recycle_memory
+from randombatch.attention.recycled import recycle_memory, trim_memory
 from randombatch.data.part import Part, synthetic_part
 from randombatch.data.synthetic import Synthetic
 from randombatch.distributed import Shard, ShardedAdjacency, all_reduce_gradients
@@ -90,6 +90,7 @@ class Rank:
             stages = attention.stages
             attention.stages = lambda x, ptr, seeds, _=None: stages(x, ptr, seeds, self.scattered)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.001)
+        trim_memory()
 
     def _warm_up(self) -> None:
         """One step on a tiny graph: what the libraries take to do anything at all is no part of the graph."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from randombatch.attention.recycled import trim_memory
 from randombatch.data.graph import Graph
 from randombatch.data.in_rows import GraphInRows
 from randombatch.data.part import Part
@@ -111,7 +112,9 @@ def make_problem(graph: Graph | Part | GraphInRows, config: Config, team: Team, 
         assert not isinstance(graph, Part)
         return SampledProblem(graph, config, team, scratch=folder)
     assert not isinstance(graph, GraphInRows)
-    return Problem(graph, config, team)
+    problem = Problem(graph, config, team)
+    trim_memory()
+    return problem
 
 
 def _check_ranks(config: Config, team: Team) -> None:
