@@ -24,7 +24,8 @@ class GivenBatches:
         room: gives a table with a row for each item, into which results go (to the rows of `ids`) and out of which
             their gradients come; the gradient of the table goes into it, too. Default: results have the table's rows.
         cuts: numbers of batches, from 0 on, at which sums over rows begin anew (see `Shard.pieces`).
-        totals: what becomes of such sums.
+        exact: whether such sums are taken in float64.
+        totals: what becomes of them.
         num_all: items of the division that they are part of (default: of these batches).
     """
 
@@ -38,6 +39,7 @@ class GivenBatches:
         first: int = 0,
         room: Room | None = None,
         cuts: list[int] | None = None,
+        exact: bool = False,
         totals: Totals | None = None,
         num_all: int | None = None,
     ) -> None:
@@ -46,6 +48,7 @@ class GivenBatches:
         self.starts, self.batch_size, self.seed, self.ids = starts, batch_size, seed, ids
         self.num_items, self.num_batches = len(self.order), len(starts) - 1
         self.first, self.room, self.cuts, self.totals = first, room, cuts, totals
+        self.exact = exact
         self.num_all = self.num_items if num_all is None else num_all
 
     def part(self, first: int, stop: int, device: torch.device | None = None) -> "GivenBatches":

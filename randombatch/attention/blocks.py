@@ -55,6 +55,25 @@ def _second_level_cache() -> int:
     return min(size, 1 << 22) if size > 0 else 1 << 21
 
 
+def in_type(scratch: "Scratch", name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x itself, or a copy in a buffer."""
+    return x if x.dtype == dtype else scratch(name, *x.shape, dtype=dtype).copy_(x)
+
+
+def add_columns(total_D: Tensor, values_RD: Tensor, ones: Tensor) -> None:
+    """Add sums of columns, taken in the type of the total. `ones`, R or more of the values' type, make it a product."""
+    if total_D.dtype == values_RD.dtype:
+        total_D.addmv_(values_RD.t(), ones[: len(values_RD)])
+    else:
+        total_D += values_RD.sum(0, dtype=total_D.dtype)
+
+
+def add_product(scratch: "Scratch", total_DF: Tensor, a_RD: Tensor, b_RF: Tensor) -> None:
+    """Add a' b, computed in the type of the total."""
+    a_RD, b_RF = (in_type(scratch, name, t, total_DF.dtype) for name, t in (("wide", a_RD), ("wide b", b_RF)))
+    total_DF.addmm_(a_RD.t(), b_RF)
+
+
 def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
     """An output that will be written row by row in random order, for the first time.
 

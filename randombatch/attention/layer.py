@@ -99,6 +99,7 @@ class Layer:
         cuts = division.cuts if isinstance(division, GivenBatches) else None
         if cuts is None and pieces > 1:
             cuts = even_bounds(division.num_batches, pieces)
+        self.exact = division.exact if isinstance(division, GivenBatches) else pieces == 0
         self.cuts = [a for a, b in itertools.pairwise(cuts or []) if a < b] + (cuts or [])[-1:]
         widest = max(self.in_width, x.shape[1], weights)
         self.block_rows = block_rows or blocks.rows_per_block(widest, x.device, alike=cuts is not None)
@@ -141,13 +142,14 @@ class Layer:
             self.block_rows = int(saved[-1])
         assert self.in_weight is not None
         given = self.in_weight, self.in_weight[:, 0], self.out_weight, self.out_bias
-        sums = [self.in_weight.new_zeros(0 if w is None else w.shape) for w in given]
+        sum_type = torch.float64 if self.exact else scratch.dtype
+        sums = [self.in_weight.new_zeros(0 if w is None else w.shape, dtype=sum_type) for w in given]
         din_weight, din_bias, dout_weight, dout_bias = sums
         # With several heads all parts go back together; with one, each does without being copied.
         pieces = 1 if self.heads > 1 else self.parts
         chunks = list(zip(self.in_weight.chunk(pieces), din_bias.chunk(pieces), strict=True))
         din_weights = din_weight.view(pieces, -1, self.x.shape[1])
-        ones = din_weight.new_ones(max(self.block_rows, min(self.division.batch_size, len(self.x))))
+        ones = self.in_weight.new_ones(max(self.block_rows, min(self.division.batch_size, len(self.x))))
         totals = sums if len(self.cuts) <= 2 else [torch.zeros_like(s, dtype=torch.float64) for s in sums]
 
         def end_piece() -> None:
@@ -157,27 +159,28 @@ class Layer:
                     s.zero_()
 
         for block in self._stream(saved, known=True, end_piece=end_piece):
-            ones_R = ones[: len(block.home)]
             grad_RF = blocks.take_rows(scratch, "grad", grad, block.home)
             if self.out_bias is not None:
-                dout_bias.addmv_(grad_RF.t(), ones_R)
+                blocks.add_columns(dout_bias, grad_RF, ones)
             # What was attended to is needed for an output projection's gradient, or for its own denominators'.
             out_GPD = None if self.out_weight is None and self.kernel == "softmax" else self._attend(block)
             if self.out_weight is not None and out_GPD is not None:
                 o_RF = self._heads_last("attended", out_GPD[None])
-                dout_weight.addmm_(grad_RF.t(), o_RF)
+                blocks.add_product(scratch, dout_weight, grad_RF, o_RF)
                 grad_RF = torch.mm(grad_RF, self.out_weight, out=scratch("grad_attended", *o_RF.shape))
             dparts, dx_RF = self._attention_backward(block, out_GPD, grad_RF)
             dprojected = self._heads_last("grad_projected", dparts)[None] if self.heads > 1 else dparts.flatten(1, 2)
             # Side by side: each alone is a short product that threads share badly.
-            din_weights.baddbmm_(dprojected.transpose(1, 2), block.x_RF.expand(pieces, -1, -1))
+            x_RF = blocks.in_type(scratch, "wide b", block.x_RF, sum_type)
+            wide = blocks.in_type(scratch, "wide", dprojected, sum_type)
+            din_weights.baddbmm_(wide.transpose(1, 2), x_RF.expand(pieces, -1, -1))
             for d_RW, (weight, dbias) in zip(dprojected, chunks, strict=True):
                 if dx_RF is None:
                     dx_RF = torch.mm(d_RW, weight, out=scratch("dx", *block.x_RF.shape))
                 else:
                     dx_RF.addmm_(d_RW, weight)
                 if self.in_bias is not None:
-                    dbias.addmv_(d_RW.t(), ones_R)
+                    blocks.add_columns(dbias, d_RW, ones)
             assert dx_RF is not None
             blocks.put_rows(dx_NF, block.home, dx_RF)
         return totals

@@ -56,8 +56,8 @@ def projected_attention(
         dropout_p: dropout of the attention weights (softmax only).
         recompute: False keeps projections and softmax weights, N (W + p H) numbers, for the backward pass.
         block_rows: rows per block (default: from the cache, see `blocks.rows_per_block`).
-        pieces: runs of batches whose sums (the gradients of weights) are added up in float64; given batches have their
-            own.
+        pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
+            altogether; given batches have their own.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))

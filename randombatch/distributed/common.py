@@ -20,7 +20,7 @@ from torch import Tensor
 from randombatch.distributed.wires import Wires, laid_between
 
 # Larger tensors are summed by messages, each rank a part of it.
-SMALL_BYTES = 1 << 23
+SMALL_BYTES = 1 << 20
 
 
 class Common:
@@ -79,10 +79,12 @@ class Common:
         start = time.perf_counter()
         mine = zlib.crc32(repr((self.num_rows, sorted(self._layout.items()))).encode()).to_bytes(4, "big")
         if any(theirs != mine for theirs in self._wires.meet(mine)):
-            kinds = ", ".join(f"{width} of {dtype}" for width, dtype in self._layout.values())
+            layouts = {"small": (0, None), **self._layout}
+            small, _ = layouts.pop("small")
+            kinds = ", ".join(f"{width} of {dtype}" for width, dtype in layouts.values())
             raise ValueError(
-                f"ranks disagree about their rows: this one has {self.num_rows:,} in all, with columns {kinds}; all "
-                "must pass the same number of rows, columns and type"
+                f"ranks disagree about their rows: this one has {self.num_rows:,} in all, with columns {kinds or '-'} "
+                f"and sums of {small} bytes; all must pass the same number of rows, columns and type"
             )
         self._read.clear()
         self.seconds += time.perf_counter() - start
@@ -92,6 +94,9 @@ class Common:
         size = values.numel() * values.element_size()
         memory = self._memory.get("small")
         if memory is None or len(memory) < 2 * self.size * size:
+            # Ranks whose tensors have other sizes would do something else now.
+            self._layout["small"] = size, values.dtype
+            self.sync()
             self._memory["small"] = memory = self._map(4 * self.size * max(size, 1 << 14))
         self._layout["small"] = size, values.dtype
         # Two halves in turns: while some still read one, others may write the other.

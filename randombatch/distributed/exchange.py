@@ -216,7 +216,7 @@ def in_common(
     visit = _Visit(shard, common, division, ids, (x.shape[1], x.dtype))
     batches = GivenBatches(
         None, starts - starts[0], division.batch_size, division.seed, ids, first, visit.room,
-        shard.pieces(division.num_batches), shard.totals, division.num_items,
+        shard.pieces(division.num_batches), shard.exact, shard.totals, division.num_items,
     )  # fmt: skip
     return _Leave.apply(compute(_Enter.apply(x, visit), batches), visit)
 

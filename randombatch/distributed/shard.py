@@ -14,9 +14,11 @@ from randombatch.attention.blocks import new_rows, put_rows
 from randombatch.distributed.common import SMALL_BYTES, Common, between
 from randombatch.division import even_bounds
 
-# All rows (and all batches) are cut into so many runs, and sums over them are taken run by run, in float64 from run to
-# run: those of 1, 2, 3, 4, 6 or 12 ranks then have the same terms, and (nearly always) not one bit differs.
+# Sums over rows must not depend on the number of ranks. All rows (and all batches) are cut into so many runs, and
+# summed run by run, in float64 from run to run: sums of 1, 2, 3, 4, 6 or 12 ranks then have the same terms, and (nearly
+# always) not one bit differs. Fewer rows than these are summed in float64 altogether.
 PIECES = 12
+FEW_ROWS = PIECES << 11
 EXCHANGES = ("global", "local")
 
 
@@ -104,22 +106,38 @@ class Shard:
             return ids - self.bounds[self.rank]
         return torch.searchsorted(self.rows.to(ids.device), ids)
 
-    @functools.cached_property
+    @property
     def common(self) -> Common | None:
         """Memory that all ranks see; None where they cannot, or for one rank. All ranks must ask together."""
-        # A group for accelerators has rows where no other process reaches them.
-        wanted = self.allow_shared and self.size > 1 and dist.get_backend(self.group) == "gloo"
-        return between(self.group, self.num_rows) if wanted else None
+        return self._common if self.allow_shared and self.size > 1 else None
 
     @functools.cached_property
+    def _common(self) -> Common | None:
+        # A group for accelerators has rows where no other process reaches them. One without a backend's name (that of a
+        # device mesh, too) is for whatever there is.
+        backend = dist.get_backend(self.group)
+        on_cpu = backend == "gloo" or (backend == "undefined" and not torch.accelerator.is_available())
+        return between(self.group, self.num_rows) if on_cpu else None
+
+    @property
     def alike(self) -> bool:
         """Whether sums over rows have the same terms as on a single rank. All ranks must ask together."""
-        runs = self.owner is None and self.exchange == "global" and PIECES % self.size == 0
-        return runs and (self.size == 1 or self.common is not None)
+        terms = self.exact or (self.owner is None and PIECES % self.size == 0)
+        return terms and self.exchange == "global" and (self.size == 1 or self.common is not None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether there are so few rows that sums over them are taken in float64."""
+        return self.num_rows < FEW_ROWS
+
+    @property
+    def num_pieces(self) -> int:
+        """As `projected_attention` takes it on a single rank."""
+        return 0 if self.exact else PIECES
 
     def pieces(self, n: int) -> list[int]:
         """Of n rows (or batches) of all ranks, the boundaries of this rank's pieces, counted from its first one."""
-        if not self.alike:
+        if self.exact or not self.alike:
             bounds = even_bounds(n, self.size)[self.rank : self.rank + 2]
             return [0, len(self) if n == self.num_rows else bounds[1] - bounds[0]]
         each = PIECES // self.size

@@ -28,6 +28,7 @@ class Wires:
 
     def __init__(self, incoming: dict[int, int], outgoing: dict[int, int], timeout: float) -> None:
         self._incoming, self._outgoing, self._timeout = incoming, outgoing, timeout
+        self._whole = True
         self._polls = {}
         for rank, number in incoming.items():
             self._polls[rank] = select.poll()
@@ -36,15 +37,21 @@ class Wires:
 
     def meet(self, word: bytes) -> list[bytes]:
         """Say a short word to everybody and hear theirs, of the same length; nobody returns before all have come."""
+        if not self._whole:
+            raise PeerLost("an earlier wait for the other ranks was broken off: start all ranks again")
+        # An exception from a signal's handler, say, leaves words unread, which must not be taken for later ones.
+        self._whole = False
         for rank, number in self._outgoing.items():
             try:
                 os.write(number, word)
             except BrokenPipeError:
                 raise PeerLost(f"rank {rank} is gone") from None
-        return [self._hear(rank, number, len(word)) for rank, number in self._incoming.items()]
+        words = [self._hear(rank, number, len(word)) for rank, number in self._incoming.items()]
+        self._whole = True
+        return words
 
     def _hear(self, rank: int, number: int, length: int) -> bytes:
-        if not self._polls[rank].poll(1000 * self._timeout):
+        if not self._polls[rank].poll(min(1000 * self._timeout, 2**31 - 1)):
             raise PeerLost(f"rank {rank} did not come for {self._timeout:.0f} s: it is stuck, or does something else")
         # A few bytes are written, and so are there, at once.
         if not (word := os.read(number, length)):
@@ -58,15 +65,17 @@ def laid_between(group: Any) -> Wires | None:
     To be tried only where ranks are known to see each other's processes (Linux).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    incoming, theirs = {}, {}
-    for peer in range(size):
-        if peer != rank:
-            incoming[peer], theirs[peer] = os.pipe()
+    incoming: dict[int, int] = {}
+    theirs: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for peer in range(size):
+            if peer != rank:
+                incoming[peer], theirs[peer] = os.pipe()
     ends: list[Any] = [None] * size
     described = {peer: (number, os.fstat(number).st_ino) for peer, number in theirs.items()}
     dist.all_gather_object(ends, (os.getpid(), described), group=group)
     outgoing: dict[int, int] = {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, KeyError):
         for peer, (pid, pipes) in enumerate(ends):
             if peer != rank:
                 number, inode = pipes[rank]
@@ -76,7 +85,7 @@ def laid_between(group: Any) -> Wires | None:
                     outgoing[peer] = opened
                 else:
                     os.close(opened)
-    votes = torch.tensor([int(len(outgoing) == size - 1)])
+    votes = torch.tensor([int(len(outgoing) == len(incoming) == size - 1)])
     dist.all_reduce(votes, group=group)
     _close([*theirs.values()])
     if int(votes) < size:

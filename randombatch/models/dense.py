@@ -137,13 +137,33 @@ class Dense(nn.Module):
         return f"relu={self.relu}, dropout={self.dropout}"
 
 
-def linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, shard: Shard | None = None) -> Tensor:
-    """x W' + b, either of which may be absent; with `shard` as in `Dense`."""
-    if shard is not None:
-        return _Dense.apply(x, weight, bias, None, None, None, None, None, Spec(shard=shard))[0]
-    if weight is None:
-        return x if bias is None else x + bias
-    return nnf.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard | None = None) -> Tensor:
+    """x W' + b; with `shard` as in `Dense`."""
+    if shard is None:
+        return nnf.linear(x, weight, bias)
+    return _Dense.apply(x, weight, bias, None, None, None, None, None, Spec(shard=shard))[0]
+
+
+def add_bias(x: Tensor, bias: Tensor, shard: Shard | None = None) -> Tensor:
+    """x + b in place of x; with `shard` as in `Dense`."""
+    return x.add_(bias) if shard is None else _AddBias.apply(x, bias, shard)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, shard):
+        ctx.shard = shard
+        ctx.mark_dirty(x)
+        return x.add_(bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        total = grad.new_zeros(grad.shape[1], dtype=torch.float64)
+        for piece in Blocks(grad, None, None, Spec(shard=ctx.shard)).pieces:
+            for rows in piece:
+                total += grad[rows].sum(0, dtype=torch.float64 if ctx.shard.exact else None)
+        return grad, ctx.shard.totals([total])[0].to(grad.dtype), None
 
 
 class _Dense(torch.autograd.Function):

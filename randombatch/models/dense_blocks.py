@@ -1,7 +1,7 @@
 """A dense layer block by block: what both passes share, and the backward pass.
 
-Sums over rows (batch norm's moments, gradients of the parameters) are taken piece by piece, so that they do not depend
-on how many ranks share the rows: see `Shard.pieces`.
+Sums over rows (batch norm's moments, gradients of the parameters) are taken piece by piece, or in float64, so that they
+do not depend on how many ranks share the rows: see `Shard.pieces`.
 
 Shapes: N rows, R rows of a block, F input width, D output width.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import Scratch, new_rows, rows_per_block
+from randombatch.attention.blocks import Scratch, add_product, in_type, new_rows, rows_per_block
 from randombatch.distributed.moments import pooled
 from randombatch.distributed.shard import Shard
 from randombatch.models.dropout import dropout_bits, least_kept
@@ -51,7 +51,9 @@ class Blocks:
         self.bias = None if spec.norm == "batch" else bias
         self.width = x.shape[1] if weight is None else weight.shape[0]
         self.scratch = Scratch(x.device, x.dtype)
-        self.block = rows_per_block(max(x.shape[1], self.width), x.device, alike=spec.shard is not None)
+        self.exact = spec.shard is not None and spec.shard.exact
+        alike = spec.shard is not None and not self.exact
+        self.block = rows_per_block(max(x.shape[1], self.width), x.device, alike=alike)
         bounds = [0, len(x)] if spec.shard is None else spec.shard.pieces(spec.shard.num_rows)
         self.pieces = [self._blocks(start, stop) for start, stop in itertools.pairwise(bounds)]
 
@@ -81,6 +83,9 @@ class Blocks:
             bits = dropout_bits(self.scratch, start, len(values), self.width, self.spec.seed, ids)
             _pass_where(values, bits, least_kept(self.spec.lanes) - 0.5, out=values)
 
+    def _wide(self, name: str, like: Tensor) -> Tensor:
+        return self.scratch(name, *like.shape, dtype=torch.float64)
+
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.mul(a, b, out=self.scratch("product", *a.shape))
 
@@ -95,10 +100,15 @@ class Blocks:
             total = squares = self.x.new_zeros(self.width, dtype=torch.float64)
             for rows in piece:
                 t = self.linear(rows, out[rows])
-                pilot = t.mean(0) if pilot is None else pilot
-                centred = torch.sub(t, pilot, out=self.scratch("centred", *t.shape))
-                total = total + centred.sum(0)
-                squares = squares + self.product(centred, centred).sum(0)
+                if self.exact:
+                    pilot, wide = total.new_zeros(()), in_type(self.scratch, "wide", t, torch.float64)
+                    total = total + wide.sum(0)
+                    squares = squares + torch.mul(wide, wide, out=self._wide("square", t)).sum(0)
+                else:
+                    pilot = t.mean(0) if pilot is None else pilot
+                    centred = torch.sub(t, pilot, out=self.scratch("centred", *t.shape))
+                    total = total + centred.sum(0)
+                    squares = squares + self.product(centred, centred).sum(0)
             if pilot is None:  # fewer rows than pieces
                 every.append(total.new_zeros(1 + 2 * self.width))
                 continue
@@ -144,7 +154,9 @@ class Backward:
         zeros = functools.partial(blocks.x.new_zeros, dtype=torch.float64)
         self.dgain, self.dshift, self.dbias = zeros(blocks.width), zeros(blocks.width), zeros(blocks.width)
         # That of the present piece, and those of the pieces before it.
-        self.piece_dweight = None if blocks.weight is None else torch.zeros_like(blocks.weight)
+        few = blocks.exact or blocks.width < SKINNY
+        sum_type = torch.float64 if few else blocks.x.dtype
+        self.piece_dweight = None if blocks.weight is None else torch.zeros_like(blocks.weight, dtype=sum_type)
         self.dweight = zeros(0 if blocks.weight is None else blocks.weight.shape)
         self.has_bias = bias is not None
 
@@ -207,15 +219,20 @@ class Backward:
         # Its own sums over rows are each thread's own.
         mean, rstd = self.row_moments
         that = torch.sub(t, mean, out=self.blocks.scratch("product", *t.shape)).mul_(rstd).mul_(back)
-        self.dgain.add_(that.sum(0), alpha=spec.scale)
-        self.dshift.add_(back.sum(0), alpha=spec.scale)
+        self.dgain.add_(self._columns(that), alpha=spec.scale)
+        self.dshift.add_(self._columns(back), alpha=spec.scale)
         return torch.ops.aten.native_layer_norm_backward(
             back, t, [self.blocks.width], mean, rstd, self.factor, self.offset, [True, False, False]
         )[0]
 
     def _add_norm_sums(self, t: Tensor, back: Tensor) -> None:
-        self.dshift += back.sum(0)
-        self.dgain += self.blocks.product(back, t).sum(0)
+        self.dshift += self._columns(back)
+        self.dgain += self._columns(self.blocks.product(back, t))
+
+    def _columns(self, values: Tensor) -> Tensor:
+        """Sums of a block's columns."""
+        dtype = torch.float64 if self.blocks.exact else values.dtype
+        return in_type(self.blocks.scratch, "wide", values, dtype).sum(0)
 
     def _centre(self, t_ND: Tensor, back_ND: Tensor, dx: Tensor | None) -> None:
         blocks, n = self.blocks, len(self.grad)
@@ -239,15 +256,12 @@ class Backward:
         blocks = self.blocks
         # In batch norm the bias only moves the mean, in training: its gradient is zero.
         if self.has_bias and not self.centred:
-            self.dbias += dt.sum(0)
+            self.dbias += self._columns(dt)
         if blocks.weight is None or self.piece_dweight is None:
             if dx is not None:
                 dx[rows] = dt
             return
-        if len(blocks.weight) < SKINNY:
-            self.dweight.addmm_(dt.t().double(), blocks.x[rows].double())
-        else:
-            self.piece_dweight.addmm_(dt.t(), blocks.x[rows])
+        add_product(blocks.scratch, self.piece_dweight, dt, blocks.x[rows])
         if dx is not None:
             torch.mm(dt, blocks.weight, out=dx[rows])
 

@@ -11,7 +11,7 @@ from randombatch.distributed.shard import Shard
 from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
 
 SPARSE_BELOW = 0.1
-COLUMNS_AT_A_TIME = 16
+CONVERTED_BYTES = 1 << 26
 
 
 class SparseFeatures:
@@ -101,6 +101,7 @@ class _Linear(torch.autograd.Function):
             return (transpose @ grad).t(), None, None
         # In float64 the order of the terms, which depends on the number of ranks, does not matter.
         transpose = transpose.double()
-        sums = torch.cat([transpose @ some.double() for some in grad.split(COLUMNS_AT_A_TIME, 1)], 1)
+        columns = max(1, CONVERTED_BYTES // (8 * len(grad)))
+        sums = torch.cat([transpose @ some.double() for some in grad.split(columns, 1)], 1)
         (total,) = ctx.shard.totals([sums])
         return total.t().to(grad.dtype), None, None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from randombatch.attention.projected import projected_attention
 from randombatch.distributed.exchange import finish, in_batches
-from randombatch.distributed.shard import PIECES, Shard
+from randombatch.distributed.shard import Shard
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.models.dense import linear
@@ -86,12 +86,13 @@ class GlobalAttention(Draws, nn.Module):
         weight = torch.cat([self.query.weight, self.key.weight, value_weight])
         bias = torch.cat([self.query.bias, self.key.bias, value_bias])
         batch_size = self.items_per_batch(largest)
+        pieces = 1 if shard is None else shard.num_pieces
         kernel = "sgformer" if self.attention == "origin" else "softmax"
 
         def attend(rows: Tensor, division: Division | GivenBatches | None = None, seed: Tensor | None = None) -> Tensor:
             return projected_attention(
                 rows, weight, bias, average, None, seed, batch_size, heads=self.heads, kernel=kernel,
-                ptr=ptr if division is None else None, division=division, pieces=1 if shard is None else PIECES,
+                ptr=ptr if division is None else None, division=division, pieces=pieces,
             )  # fmt: skip
 
         if batches is not None:

@@ -25,7 +25,7 @@ from randombatch.distributed.convolution import ShardedAdjacency
 from randombatch.distributed.exchange import finish, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import check_batch_size, draw_seed
-from randombatch.models.dense import Dense, linear
+from randombatch.models.dense import Dense, add_bias, linear
 from randombatch.models.features import SparseFeatures
 from randombatch.models.global_attention import GlobalAttention, Stages
 from randombatch.models.propagation import Adjacency
@@ -147,7 +147,7 @@ class PlainGraphBranch(nn.Module):
             # Project first: the graph product is then as narrow as can be.
             sparse = isinstance(g, SparseFeatures)
             g = g.linear(layer.weight, shard) if sparse else linear(g, layer.weight, None, shard)
-            g = linear(adjacency @ g, None, layer.bias, shard)
+            g = add_bias(adjacency @ g, layer.bias, shard)
             if number < len(self.ends):
                 g = self.ends[number](g, seed=seeds[number], shard=shard)
             yield
@@ -310,7 +310,9 @@ class SGFormer(nn.Module):
         for g in rest:
             g = g if nodes is None else g[nodes]
             h = torch.cat([h, g], 1) if self.aggregate == "cat" else torch.lerp(h, g, self.graph_weight)
-        return self.out(h) if shard is None else linear(h, self.out.weight, self.out.bias, shard)
+        if shard is None or type(self.out) is not nn.Linear:
+            return self.out(h)
+        return linear(h, self.out.weight, self.out.bias, shard)
 
     def _adjacency(
         self, edge_index: Tensor | Adjacency | ShardedAdjacency, x: Tensor | SparseFeatures

@@ -117,14 +117,13 @@ class RandomBatchAttention(Draws, nn.Module):
         if shard is None:
             results = [self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask) for seed in self.seeds()]
             return mean(results).view(x.shape)
-        stages = [
-            in_batches(rows, self._attend_batches, shard, seed, self.batch_size, ptr, mask) for seed in self.seeds()
-        ]
+
+        def attend(own: Tensor, batches: Division | GivenBatches) -> Tensor:
+            return self._attend(own, None, division=batches, pieces=shard.num_pieces)
+
+        stages = [in_batches(rows, attend, shard, seed, self.batch_size, ptr, mask) for seed in self.seeds()]
         results = interleave(*stages)
         return mean(results)
-
-    def _attend_batches(self, rows: Tensor, batches: Division | GivenBatches) -> Tensor:
-        return self._attend(rows, None, division=batches)
 
     def _attend(self, rows: Tensor, seed: Tensor | None, **which: Any) -> Tensor:
         return projected_attention(

@@ -9,9 +9,10 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from randombatch.distributed import Shard, ShardedAdjacency, all_reduce_gradients
+from randombatch.distributed import shard as shard_module
 from randombatch.distributed.shard import PIECES
 from randombatch.models import SGFormer, SparseFeatures
-from randombatch.models.dense import linear
+from randombatch.models.dense import add_bias, linear
 
 SIZES = (1, 2, 3, 4)
 FEATURES, CLASSES = 40, 5
@@ -33,8 +34,16 @@ def graph(nodes: int) -> tuple[Tensor, Tensor]:
     return torch.cat([edges, edges.flip(0)], 1).unique(dim=1), x
 
 
-def train(group: Any, nodes: int, name: str, owned: bool = False) -> list[Tensor]:
-    """Four steps; all state."""
+def train(group: Any, nodes: int, name: str, few: int, owned: bool = False) -> list[Tensor]:
+    """Four steps; all state. `few` rows or less are summed in float64, more in pieces."""
+    kept, shard_module.FEW_ROWS = shard_module.FEW_ROWS, few
+    try:
+        return _train(group, nodes, name, owned)
+    finally:
+        shard_module.FEW_ROWS = kept
+
+
+def _train(group: Any, nodes: int, name: str, owned: bool) -> list[Tensor]:
     torch.manual_seed(6)
     model = SGFormer(FEATURES, 24, CLASSES, **{"batch_size": 16, **MODELS[name]})
     shard = Shard(nodes, group)
@@ -55,48 +64,56 @@ def train(group: Any, nodes: int, name: str, owned: bool = False) -> list[Tensor
     return list(model.state_dict().values())
 
 
+@pytest.mark.parametrize("few", [0, 10_000], ids=["pieces", "float64"])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_is_the_same_bit_for_bit(ranks, name: str) -> None:
-    (alone,) = ranks(1, train, 1001, name)
+def test_training_is_the_same_bit_for_bit(ranks, name: str, few: int) -> None:
+    (alone,) = ranks(1, train, 1001, name, few)
     for size in SIZES[1:]:
-        for state in ranks(size, train, 1001, name):
+        for state in ranks(size, train, 1001, name, few):
             for ours, theirs in zip(state, alone, strict=True):
                 assert torch.equal(ours, theirs)
 
 
 def test_a_table_with_fewer_rows_than_pieces(ranks) -> None:
-    (alone,) = ranks(1, train, 7, "default")
+    (alone,) = ranks(1, train, 7, "default", 0)
     for size in SIZES[1:]:
-        for state in ranks(size, train, 7, "default"):
+        for state in ranks(size, train, 7, "default", 0):
             torch.testing.assert_close(state, alone, rtol=0, atol=0)
 
 
-def test_other_owners_give_the_same_up_to_rounding(ranks) -> None:
+def test_few_rows_of_any_owner_give_the_same(ranks) -> None:
+    (alone,) = ranks(1, train, 1001, "default", 10_000)
+    for state in ranks(3, train, 1001, "default", 10_000, True):
+        torch.testing.assert_close(state, alone, rtol=0, atol=0)
+
+
+def test_many_rows_of_other_owners_give_the_same_up_to_rounding(ranks) -> None:
     """Which also shows that equality above is not a matter of course."""
-    (alone,) = ranks(1, train, 1001, "default")
-    for state in ranks(2, train, 1001, "default", True):
+    (alone,) = ranks(1, train, 1001, "default", 0)
+    for state in ranks(2, train, 1001, "default", 0, True):
         torch.testing.assert_close(state, alone, rtol=1e-2, atol=1e-2)
         assert not all(torch.equal(ours, theirs) for ours, theirs in zip(state, alone, strict=True))
 
 
 @pytest.mark.parametrize("n", [1000, 7, 12])
-def test_pieces_of_ranks_are_those_of_one(n: int) -> None:
+def test_pieces_of_ranks_are_those_of_one(n: int, monkeypatch) -> None:
+    monkeypatch.setattr(shard_module, "FEW_ROWS", 0)
     whole = Shard(n).pieces(n)
     assert len(whole) == PIECES + 1
     assert (whole[0], whole[-1]) == (0, n)
     assert max(b - a for a, b in itertools.pairwise(whole)) == -(-n // PIECES)
 
 
-def test_linear_with_and_without_its_parts() -> None:
+def test_linear_and_bias() -> None:
     x = torch.randn(30, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    for w, b, given in ((weight, bias, x), (weight, None, x), (None, bias, x[:, :4])):
-        leaves = [t for t in (x, w, b) if t is not None]
-        ours = linear(given, w, b, Shard(30))
-        truth = given if w is None else given @ w.t()
-        truth = truth if b is None else truth + b
-        grad = torch.randn_like(truth)
-        torch.testing.assert_close(ours, truth)
-        torch.testing.assert_close(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(truth, leaves, grad))
-        torch.testing.assert_close(linear(given, w, b), truth)
+    grad = torch.randn(30, 4, dtype=torch.float64)
+    for shard in (None, Shard(30)):
+        for b in (bias, None):
+            leaves = [t for t in (x, weight, b) if t is not None]
+            truth = x @ weight.t() if b is None else x @ weight.t() + b
+            for ours in (linear(x, weight, b, shard), add_bias(x @ weight.t(), b, shard) if b is not None else truth):
+                torch.testing.assert_close(ours, truth)
+                found = torch.autograd.grad(ours, leaves, grad, retain_graph=True)
+                torch.testing.assert_close(found, torch.autograd.grad(truth, leaves, grad, retain_graph=True))

@@ -1,6 +1,7 @@
 """Ranks of one machine wait for each other by pipes, and notice who is gone or does not come."""
 
 import contextlib
+import os
 import random
 import sys
 import time
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from randombatch.distributed import Shard
+from randombatch.distributed import wires as wires_module
 from randombatch.distributed.wires import PeerLost, Wires, laid_between
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pipes of other processes are found in /proc")
@@ -71,6 +73,72 @@ def one_is_late(group: Any) -> str:
 
 def test_a_rank_that_does_not_come_is_given_up(ranks) -> None:
     assert ranks(2, one_is_late) == ["", ""]
+
+
+def interrupted(group: Any) -> str:
+    """An exception in the middle of a meeting, such as a signal's handler raises, is caught, and all go on."""
+    shard, rank = Shard(10, group), dist.get_rank(group)
+    assert shard.common is not None
+    shard.gather(torch.tensor([rank]))
+    wires: Any = shard.common._wires
+    if rank == 0:
+        hear, wires._hear = wires._hear, stop
+        with contextlib.suppress(KeyboardInterrupt):
+            shard.gather(torch.tensor([rank]))
+        wires._hear = hear
+        with pytest.raises(PeerLost) as raised:
+            shard.gather(torch.tensor([rank + 10]))
+        return str(raised.value)
+    return str(shard.gather(torch.tensor([rank])).tolist())
+
+
+def stop(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_meeting_that_was_broken_off_spoils_no_later_one(ranks) -> None:
+    assert ranks(2, interrupted) == [
+        "an earlier wait for the other ranks was broken off: start all ranks again", "[[0], [1]]"
+    ]  # fmt: skip
+
+
+def no_pipes_on_one(group: Any) -> bool:
+    unpatched = wires_module.os.pipe
+    if dist.get_rank(group) == 1:
+        wires_module.os.pipe = refuse  # type: ignore[assignment]
+    try:
+        return laid_between(group) is None
+    finally:
+        wires_module.os.pipe = unpatched
+
+
+def refuse() -> None:
+    raise OSError(24, "Too many open files")
+
+
+def test_without_descriptors_on_one_rank_all_go_without(ranks) -> None:
+    assert ranks(3, no_pipes_on_one) == [True] * 3
+
+
+def other_sizes(group: Any) -> str:
+    shard = Shard(10, group)
+    with pytest.raises(ValueError, match="ranks disagree") as raised:
+        shard.sum(torch.ones(3 if shard.rank else 30_000))
+    return str(raised.value)
+
+
+def test_ranks_with_sums_of_other_sizes_say_so(ranks) -> None:
+    start = time.monotonic()
+    assert "sums of 120000 bytes" in ranks(2, other_sizes)[0]
+    assert time.monotonic() - start < 20
+
+
+def test_long_time_outs() -> None:
+    reading, writing = os.pipe()
+    wires = Wires({1: reading}, {1: os.dup(writing)}, timeout=1e8)
+    os.write(writing, b"word")
+    os.close(writing)
+    assert wires.meet(b"mine") == [b"word"]
 
 
 def gathered(group: Any) -> bool:
