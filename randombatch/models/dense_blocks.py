@@ -83,9 +83,6 @@ class Blocks:
             bits = dropout_bits(self.scratch, start, len(values), self.width, self.spec.seed, ids)
             _pass_where(values, bits, least_kept(self.spec.lanes) - 0.5, out=values)
 
-    def _wide(self, name: str, like: Tensor) -> Tensor:
-        return self.scratch(name, *like.shape, dtype=torch.float64)
-
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.mul(a, b, out=self.scratch("product", *a.shape))
 
@@ -103,7 +100,8 @@ class Blocks:
                 if self.exact:
                     pilot, wide = total.new_zeros(()), in_type(self.scratch, "wide", t, torch.float64)
                     total = total + wide.sum(0)
-                    squares = squares + torch.mul(wide, wide, out=self._wide("square", t)).sum(0)
+                    square = torch.mul(wide, wide, out=self.scratch("square", *t.shape, dtype=torch.float64))
+                    squares = squares + square.sum(0)
                 else:
                     pilot = t.mean(0) if pilot is None else pilot
                     centred = torch.sub(t, pilot, out=self.scratch("centred", *t.shape))
