@@ -11,8 +11,8 @@ from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64
 
 __all__ = ["Division", "check_batch_size", "draw_seed", "even_bounds", "fold_in", "orders"]
 
-# Positions turned into items at a time: enough to spread one look-up over all threads, 0.5 MB of indices.
-SPAN = 65536
+# Positions turned into items at a time: as many as torch looks up in one thread, while others compute.
+SPAN = 32768
 
 
 def check_batch_size(batch_size: int, num_items: int | None = None) -> None:

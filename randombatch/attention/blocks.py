@@ -28,16 +28,15 @@ from randombatch.permutation import fold_in, hash64
 ACCELERATOR_BLOCK_BYTES = 1 << 26
 
 
-def rows_per_block(width: int, device: torch.device, alike: bool = False) -> int:
+def rows_per_block(width: int, device: torch.device, threads: int | None = None) -> int:
     """How many rows of `width` numbers one block should have.
 
-    On a CPU the widest array of a block takes half of all the cores' second-level cache together: smaller blocks spend
-    their time between operations, larger ones waiting for memory. On an accelerator, `ACCELERATOR_BLOCK_BYTES`.
-    With `alike` blocks are the same for one thread as for a few, at little cost: so are then sums over rows.
+    On a CPU the widest array of a block takes half of the second-level cache of the cores that share it (`threads`,
+    default: all of torch's): smaller blocks spend their time between operations, larger ones waiting for memory. On an
+    accelerator, `ACCELERATOR_BLOCK_BYTES`.
     """
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        budget = _second_level_cache() * (max(1, threads // 4) if alike else threads) // 2
+        budget = _second_level_cache() * (threads or torch.get_num_threads()) // 2
     else:
         budget = ACCELERATOR_BLOCK_BYTES
     return max(256, budget // (4 * max(1, width)))
@@ -58,14 +57,6 @@ def _second_level_cache() -> int:
 def in_type(scratch: "Scratch", name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x itself, or a copy in a buffer."""
     return x if x.dtype == dtype else scratch(name, *x.shape, dtype=dtype).copy_(x)
-
-
-def add_columns(total_D: Tensor, values_RD: Tensor, ones: Tensor) -> None:
-    """Add sums of columns, taken in the type of the total. `ones`, R or more of the values' type, make it a product."""
-    if total_D.dtype == values_RD.dtype:
-        total_D.addmv_(values_RD.t(), ones[: len(values_RD)])
-    else:
-        total_D += values_RD.sum(0, dtype=total_D.dtype)
 
 
 def add_product(scratch: "Scratch", total_DF: Tensor, a_RD: Tensor, b_RF: Tensor) -> None:
@@ -136,15 +127,24 @@ class Scratch:
     def _cut(self, size: int) -> Tensor:
         padded = -(-size // 64) * 64
         if self._used + padded > self._slab.numel():
-            spare = self._spare.get(self.device)
-            if padded <= self.SLAB_BYTES and spare:
-                self._slab = spare.pop()
-            else:
-                self._slab = new_rows(self._slab, max(padded, self.SLAB_BYTES))
+            self._slab = self._spare_slab(padded)
             self._slabs.append(self._slab)
             self._used = 0
         self._used += padded
         return self._slab[self._used - padded :][:size]
+
+    @property
+    def small(self) -> bool:
+        """Whether everything fits into one slab."""
+        return len(self._slabs) <= 1
+
+    def _spare_slab(self, size: int) -> Tensor:
+        with contextlib.suppress(IndexError):
+            if size <= self.SLAB_BYTES:
+                return self._spare.setdefault(self.device, []).pop()
+        # One that is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            return new_rows(self._slab, max(size, self.SLAB_BYTES))
 
     def __del__(self) -> None:
         # Where uninitialised memory is filled on purpose, used memory must not come back.
@@ -152,7 +152,7 @@ class Scratch:
             return
         spare = self._spare.setdefault(self.device, [])
         usual = [slab for slab in self._slabs if slab.numel() == self.SLAB_BYTES]
-        spare += usual[: max(0, self.SPARE_SLABS - len(spare))]
+        spare += usual[: max(0, max(self.SPARE_SLABS, torch.get_num_threads()) - len(spare))]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -160,82 +160,119 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+# Numbers of rows: NumPy's on the CPU, where every operation of torch's is an occasion to wait for another thread.
+Index = Tensor | np.ndarray
+
+
+class Rows:
+    """A contiguous `(N, D)` tensor of which whole rows are copied.
+
+    On the CPU by NumPy, which copies a row as one item: torch puts element by element, on one thread, and takes twice
+    as long; taking rows is as fast with both, but torch needs several threads for it.
+    """
+
+    def __init__(self, rows_ND: Tensor) -> None:
+        self.rows = rows_ND.detach()
+        self.items: np.ndarray | None = None
+        if rows_ND.device.type == "cpu" and rows_ND.shape[1]:
+            size = rows_ND.shape[1] * rows_ND.element_size()
+            self.items = self.rows.view(torch.uint8).numpy().reshape(-1).view(f"V{size}")
+
+    def take(self, table: "Rows", index: Index) -> Tensor:
+        """Fill all rows with these rows of a table of the same type; returns them. The index is not checked."""
+        if self.items is None or table.items is None:
+            return torch.index_select(table.rows, 0, torch.as_tensor(index), out=self.rows)
+        # Any mode but "raise" writes at once; by that one a copy is made first.
+        np.take(table.items, index, out=self.items, mode="clip")
+        return self.rows
+
+    def put(self, index: Index, values: "Rows") -> None:
+        """The inverse: all rows of `values`, of the same type, go to these rows."""
+        if self.items is None or values.items is None:
+            self.rows.index_copy_(0, torch.as_tensor(index), values.rows)
+        else:
+            self.items.put(index, values.items)
+
+
+def as_index(rows: Tensor) -> Index:
+    """Numbers of rows, flat."""
+    return rows.numpy().reshape(-1) if rows.device.type == "cpu" else rows.flatten()
+
+
 def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Tensor:
     """Rows of a table in the given order, in the scratch's dtype."""
     taken = scratch(name, rows.numel(), table_ND.shape[1], dtype=table_ND.dtype)
     torch.index_select(table_ND, 0, rows, out=taken)
-    if taken.dtype == scratch.dtype:
-        return taken
-    return scratch(name, *taken.shape).copy_(taken)
+    return in_type(scratch, name, taken, scratch.dtype)
 
 
 def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
-    """The inverse of `take_rows`: values go to these rows of a contiguous table."""
-    values = values.to(table_ND.dtype).contiguous()
-    if table_ND.device.type == "cpu" and table_ND.shape[1]:
-        # NumPy copies a row as one item; torch goes element by element, on one thread too, and takes twice as long.
-        _items(table_ND).put(rows.numpy(), _items(values))
-    else:
-        table_ND.index_copy_(0, rows, values)
+    """Values go to these rows of a contiguous table."""
+    Rows(table_ND).put(as_index(rows), Rows(values.to(table_ND.dtype).contiguous()))
 
 
-def _items(table_ND: Tensor) -> np.ndarray:
-    """The rows of a contiguous table on the CPU as opaque items."""
-    row = table_ND.shape[1] * table_ND.element_size()
-    return table_ND.detach().view(torch.uint8).numpy().reshape(-1).view(f"V{row}")
+class Softmax:
+    """o = (softmax(q k' + bias) * keep) v in each batch of a stack, forward and backward, on buffers that stay.
 
+    Making a view takes as long as a small product: all are made once.
 
-def softmax_weights(
-    scratch: Scratch,
-    q_GPD: Tensor,
-    k_GPD: Tensor,
-    bias: Tensor | None = None,
-    leading: tuple[int, ...] = (),
-    out: Tensor | None = None,
-) -> Tensor:
-    """softmax(q k' + bias) in each batch; rows whose keys are all masked (bias -inf) become zero, not NaN.
-
-    `bias` broadcasts to `(*leading, P, P)`, where `leading` multiplies to G. Into `out` `(G, P, P)` if it is given.
+    Args:
+        scratch: where weights and their gradients go.
+        q_GPD, k_GPD, v_GPE: query, key and value; what they hold may change.
+        weights_GPP: memory for the weights (default: of the scratch).
     """
-    groups, size, _ = q_GPD.shape
-    weights = scratch("weights", groups, size, size) if out is None else out
-    torch.bmm(q_GPD, k_GPD.transpose(1, 2), out=weights)
-    if bias is None:
-        return torch.softmax(weights, -1, out=weights)
-    spread = weights.view(*leading, size, size).add_(bias)
-    torch.softmax(weights, -1, out=weights)
-    spread.masked_fill_((bias == -math.inf).all(-1, keepdim=True), 0.0)
-    return weights
 
+    def __init__(
+        self, scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, v_GPE: Tensor, weights_GPP: Tensor | None = None
+    ) -> None:
+        self.scratch, self.q, self.k, self.v = scratch, q_GPD, k_GPD, v_GPE
+        self.shape = q_GPD.shape[0], q_GPD.shape[1], q_GPD.shape[1]
+        self.weights = scratch("weights", *self.shape) if weights_GPP is None else weights_GPP
+        self._weights_t = self.weights.transpose(1, 2)
+        self.keep_all()
+        self._k_t, self._v_t = k_GPD.transpose(1, 2), v_GPE.transpose(1, 2)
+        self._dlogits: Tensor | None = None
 
-def softmax_backward(
-    scratch: Scratch,
-    q_GPD: Tensor,
-    k_GPD: Tensor,
-    v_GPE: Tensor,
-    weights_GPP: Tensor,
-    keep_GPP: Tensor | None,
-    grad_GPE: Tensor,
-    dq_GPD: Tensor,
-    dk_GPD: Tensor,
-    dv_GPE: Tensor,
-) -> Tensor:
-    """Gradients of o = (weights * keep) v into dq, dk, dv; returns the gradient of the logits."""
-    groups, size, _ = q_GPD.shape
-    dropped = (
-        weights_GPP
-        if keep_GPP is None
-        else torch.mul(weights_GPP, keep_GPP, out=scratch("dropped", groups, size, size))
-    )
-    torch.bmm(dropped.transpose(1, 2), grad_GPE, out=dv_GPE)
-    dlogits = scratch("grad_weights", groups, size, size)
-    torch.bmm(grad_GPE, v_GPE.transpose(1, 2), out=dlogits)
-    if keep_GPP is not None:
-        dlogits.mul_(keep_GPP)
-    torch.ops.aten._softmax_backward_data.out(dlogits, weights_GPP, -1, weights_GPP.dtype, grad_input=dlogits)
-    torch.bmm(dlogits, k_GPD, out=dq_GPD)
-    torch.bmm(dlogits.transpose(1, 2), q_GPD, out=dk_GPD)
-    return dlogits
+    def weigh(self, bias: Tensor | None = None, leading: tuple[int, ...] = ()) -> None:
+        """The weights; rows whose keys are all masked (bias -inf) become zero, not NaN.
+
+        `bias` broadcasts to `(*leading, P, P)`, where `leading` multiplies to G.
+        """
+        torch.bmm(self.q, self._k_t, out=self.weights)
+        if bias is None:
+            torch.softmax(self.weights, -1, out=self.weights)
+            return
+        spread = self.weights.view(*leading, *self.shape[1:]).add_(bias)
+        torch.softmax(self.weights, -1, out=self.weights)
+        spread.masked_fill_((bias == -math.inf).all(-1, keepdim=True), 0.0)
+
+    def keep_all(self) -> None:
+        """The weights count as they are."""
+        self.keep: Tensor | None = None
+        self._dropped, self._dropped_t = self.weights, self._weights_t
+
+    def drop(self, keep_GPP: Tensor) -> None:
+        """From here on the weights count as multiplied by these factors."""
+        self.keep = keep_GPP
+        self._dropped = torch.mul(self.weights, keep_GPP, out=self.scratch("dropped", *self.shape))
+        self._dropped_t = self._dropped.transpose(1, 2)
+
+    def attend(self, out_GPE: Tensor) -> Tensor:
+        return torch.bmm(self._dropped, self.v, out=out_GPE)
+
+    def backward(self, grad_GPE: Tensor, dq_GPD: Tensor, dk_GPD: Tensor, dv_GPE: Tensor) -> Tensor:
+        """Gradients of query, key and value into their places; returns the gradient of the logits."""
+        if self._dlogits is None:
+            self._dlogits = self.scratch("grad_weights", *self.shape)
+            self._dlogits_t = self._dlogits.transpose(1, 2)
+        torch.bmm(self._dropped_t, grad_GPE, out=dv_GPE)
+        dlogits = torch.bmm(grad_GPE, self._v_t, out=self._dlogits)
+        if self.keep is not None:
+            dlogits.mul_(self.keep)
+        torch._softmax_backward_data(dlogits, self.weights, -1, dlogits.dtype, grad_input=dlogits)
+        torch.bmm(dlogits, self.k, out=dq_GPD)
+        torch.bmm(self._dlogits_t, self.q, out=dk_GPD)
+        return dlogits
 
 
 def dropout_scale(rows_CP: Tensor, heads: Tensor, probability: float, seed: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from randombatch.attention import blocks
 from randombatch.attention.folding import fold, scale_query
-from randombatch.attention.layer import Layer, out_width
+from randombatch.attention.layer import Layer
+from randombatch.attention.layer_block import out_width
 from randombatch.attention.rows import divide_rows
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
@@ -133,7 +134,7 @@ def projected(
     division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-    out_NF, saved = layer.new_rows(layer.out_width), layer.new_saved(recompute)
+    out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(recompute)
     layer.forward(out_NF, saved)
     return out_NF, saved
 
@@ -177,7 +178,7 @@ def projected_backward(
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     dx_NF = layer.new_rows(x.shape[1])
-    sums = [s.to(in_weight.dtype) for s in layer.backward(grad, saved, dx_NF)]
+    sums = [s.to(in_weight.dtype, copy=True) for s in layer.backward(grad, saved, dx_NF)]
     return dx_NF, sums[0], sums[1], sums[2], sums[3]
 
 
@@ -214,7 +215,7 @@ class _InRoom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, division, options, recompute, x, in_weight, in_bias, out_weight, out_bias):
         layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-        out_NF, saved = division.room(layer.out_width, x.dtype), layer.new_saved(recompute)
+        out_NF, saved = division.room(layer.weights.out_width, x.dtype), layer.new_saved(recompute)
         layer.forward(out_NF, saved)
         ctx.division, ctx.options = division, options
         ctx.save_for_backward(saved, x, in_weight, in_bias, out_weight, out_bias)

@@ -102,15 +102,11 @@ class _Table:
 
 @dataclasses.dataclass
 class _Block:
-    """One block, gathered: query (scaled), key and value with equal numbers of heads, all `(G, P, width)`."""
+    """One block, gathered: query (scaled), key and value with equal numbers of heads, and its weights."""
 
     rows_CP: Tensor
     lead: slice
-    q_GPD: Tensor
-    k_GPD: Tensor
-    v_GPE: Tensor
-    weights_GPP: Tensor
-    keep_GPP: Tensor | None
+    softmax: blocks.Softmax
 
 
 def _stream(
@@ -134,14 +130,14 @@ def _stream(
             q = _gather(scratch, "q", q_table, rows_CP, lead, heads).mul_(scale)
             k = _gather(scratch, "k", k_table, rows_CP, lead, heads)
             v = _gather(scratch, "v", v_table, rows_CP, lead, heads)
+            softmax = blocks.Softmax(scratch, q, k, v)
             bias = restriction.bias(rows_CP, lead, scratch.dtype)
-            weights = blocks.softmax_weights(scratch, q, k, bias, (lead.stop - first, heads, len(rows_CP)))
-            keep = None
+            softmax.weigh(bias, (lead.stop - first, heads, len(rows_CP)))
             if dropout_p:
                 numbers = torch.arange(first * heads, lead.stop * heads, device=device)
                 keep = blocks.dropout_scale(rows_CP, numbers, dropout_p, division.seed, scratch.dtype)
-                keep = keep.view_as(weights)
-            yield _Block(rows_CP, lead, q, k, v, weights, keep)
+                softmax.drop(keep.view_as(softmax.weights))
+            yield _Block(rows_CP, lead, softmax)
 
 
 def _gather(scratch: blocks.Scratch, name: str, table: _Table, rows_CP: Tensor, lead: slice, heads: int) -> Tensor:
@@ -182,11 +178,7 @@ def attention(
     tables = _Table(query), _Table(key), _Table(value)
     table = _Table(out_BHLE)
     for block in _stream(scratch, division, tables, restriction, dropout_p, scale):
-        weights = block.weights_GPP
-        if block.keep_GPP is not None:
-            weights.mul_(block.keep_GPP)
-        out_GPE = scratch("out", *block.v_GPE.shape)
-        torch.bmm(weights, block.v_GPE, out=out_GPE)
+        out_GPE = block.softmax.attend(scratch("out", *block.softmax.v.shape))
         index = table.index(block.rows_CP.flatten(), block.lead)
         blocks.put_rows(table.flat, index, out_GPE.view(-1, out_GPE.shape[2]))
     return out_BHLE
@@ -233,19 +225,10 @@ def attention_backward(
     tables = _Table(query), _Table(key), _Table(value)
     grad_table, grad_tables = _Table(grad), (_Table(dq), _Table(dk), _Table(dv))
     for block in _stream(scratch, division, tables, restriction, dropout_p, scale):
-        rows_flat = block.rows_CP.flatten()
+        rows_flat, softmax = block.rows_CP.flatten(), block.softmax
         do_GPE = blocks.take_rows(scratch, "grad", grad_table.flat, grad_table.index(rows_flat, block.lead))
-        parts = scratch("dq", *block.q_GPD.shape), scratch("dk", *block.k_GPD.shape), scratch("dv", *block.v_GPE.shape)
-        dlogits = blocks.softmax_backward(
-            scratch,
-            block.q_GPD,
-            block.k_GPD,
-            block.v_GPE,
-            block.weights_GPP,
-            block.keep_GPP,
-            do_GPE.view_as(block.v_GPE),
-            *parts,
-        )
+        parts = scratch("dq", *softmax.q.shape), scratch("dk", *softmax.k.shape), scratch("dv", *softmax.v.shape)
+        dlogits = softmax.backward(do_GPE.view_as(softmax.v), *parts)
         parts[0].mul_(scale)
         for table, part in zip(grad_tables, parts, strict=True):
             blocks.put_rows(table.flat, table.index(rows_flat, block.lead), _sum_groups(part, table, block, rows_flat))

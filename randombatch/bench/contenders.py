@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from randombatch import RandomBatchAttention
 from randombatch.attention import blocks
+from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.division import Division
 
 
@@ -66,30 +67,55 @@ class Consecutive(Contender):
     def __init__(self, sizes: Sizes) -> None:
         layer = RandomBatchAttention(sizes.dim, sizes.heads, sizes.batch_size)
         super().__init__(layer, layer)
-        replaced = {
-            (Division, "order"): lambda self, start=0, stop=None, device=None: torch.arange(start, stop, device=device),
-            (blocks, "take_rows"): lambda scratch, name, table, rows: table[rows[0] : rows[0] + len(rows)],
-            (blocks, "put_rows"): lambda table, rows, values: table[rows[0] : rows[0] + len(rows)].copy_(values),
-        }
-        for (owner, name), function in replaced.items():
+        for owner, name, function in (
+            (Division, "order", _in_order), (blocks.Rows, "take", _read_in_place), (blocks.Rows, "put", _write_in_order),
+        ):  # fmt: skip
             setattr(owner, name, function)
+
+
+def _in_order(self: Division, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
+    return torch.arange(start, self.num_items if stop is None else stop, device=device)
+
+
+def _read_in_place(self: blocks.Rows, table: blocks.Rows, index: blocks.Index) -> Tensor:
+    return table.rows[index[0] : index[0] + len(index)]
+
+
+def _write_in_order(self: blocks.Rows, index: blocks.Index, values: blocks.Rows) -> None:
+    self.rows[index[0] : index[0] + len(index)].copy_(values.rows)
 
 
 class Floor(Contender):
     """The matrix products of a layer's training step on blocks that stay in the cache, and nothing else.
 
-    No softmax, no gathering, no biases, no output. `folded`: the 4 + 11 that our layer computes for one head (see
-    `attention.projected`); otherwise the 6 + 17 of the layer as it is written down (queries, keys, values, logits,
-    weighted sums, output; once more all but the output in the backward pass, and two for the gradients of each).
+    No softmax, no gathering, no biases, no output. As in our layer, each thread has blocks of its own where there are
+    several. `folded`: the 4 + 11 that our layer computes for one head (`attention.folding`); otherwise the 6 + 17 of
+    the layer as it is written down (queries, keys, values, logits, weighted sums, output; once more all but the output
+    in the backward pass, and two for the gradients of each).
     """
 
     def __init__(self, sizes: Sizes, folded: bool) -> None:
         super().__init__(nn.Module(), lambda x: x)
-        heads, width, p = sizes.heads, sizes.dim, min(sizes.batch_size, sizes.nodes)
-        self.folded, parts = folded, 2 if folded else 3
-        batches = max(1, blocks.rows_per_block(max(parts * width, heads * p), torch.device("cpu")) // p)
-        rows = batches * p
-        self.repeats = max(1, round(sizes.nodes / rows))
+        parts, p = 2 if folded else 3, min(sizes.batch_size, sizes.nodes)
+        widest = max(parts * sizes.dim, sizes.heads * p)
+        batches = max(1, blocks.rows_per_block(widest, torch.device("cpu"), threads=1) // p)
+        self.repeats = max(1, round(sizes.nodes / (batches * p)))
+        lanes = lanes_for(torch.device("cpu"), self.repeats)
+        self.blocks = [_Products(sizes.dim, sizes.heads, batches, p, folded) for _ in range(lanes)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        in_lanes(iter(range(self.repeats)), [block.forward for block in self.blocks])
+        return x
+
+    def backward(self, out: Tensor, x: Tensor, grad: Tensor) -> None:
+        in_lanes(iter(range(self.repeats)), [block.backward for block in self.blocks])
+
+
+class _Products:
+    """Those of one block, again and again."""
+
+    def __init__(self, width: int, heads: int, batches: int, p: int, folded: bool) -> None:
+        self.folded, parts, rows = folded, 2 if folded else 3, batches * p
         self.x, self.o, self.y, self.dx = (torch.randn(rows, width) for _ in range(4))
         self.projected, self.dprojected = (torch.randn(rows, parts * width) for _ in range(2))
         self.w_in, self.w_out = torch.randn(parts * width, width), torch.randn(width, width)
@@ -102,27 +128,24 @@ class Floor(Contender):
         torch.mm(self.x, self.w_in.t(), out=self.projected)
         torch.bmm(self.q, self.k.transpose(1, 2), out=self.weights)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.repeats):
-            self._attend()
-            torch.bmm(self.weights, self.v, out=self.grad)
-            if not self.folded:
-                torch.mm(self.o, self.w_out.t(), out=self.y)
-        return x
+    def forward(self, _: int) -> None:
+        self._attend()
+        torch.bmm(self.weights, self.v, out=self.grad)
+        if not self.folded:
+            torch.mm(self.o, self.w_out.t(), out=self.y)
 
-    def backward(self, out: Tensor, x: Tensor, grad: Tensor) -> None:
-        for _ in range(self.repeats):
-            self._attend()
-            if not self.folded:
-                torch.bmm(self.weights, self.v, out=self.grad)
-                torch.mm(self.y, self.w_out, out=self.o)
-                torch.mm(self.y.t(), self.o, out=self.dw_out)
-            torch.bmm(self.weights.transpose(1, 2), self.grad, out=self.dv)
-            torch.bmm(self.grad, self.v.transpose(1, 2), out=self.dweights)
-            torch.bmm(self.dweights, self.k, out=self.dq)
-            torch.bmm(self.dweights.transpose(1, 2), self.q, out=self.dk)
-            torch.mm(self.dprojected, self.w_in, out=self.dx)
-            torch.mm(self.dprojected.t(), self.x, out=self.dw_in)
+    def backward(self, _: int) -> None:
+        self._attend()
+        if not self.folded:
+            torch.bmm(self.weights, self.v, out=self.grad)
+            torch.mm(self.y, self.w_out, out=self.o)
+            torch.mm(self.y.t(), self.o, out=self.dw_out)
+        torch.bmm(self.weights.transpose(1, 2), self.grad, out=self.dv)
+        torch.bmm(self.grad, self.v.transpose(1, 2), out=self.dweights)
+        torch.bmm(self.dweights, self.k, out=self.dq)
+        torch.bmm(self.dweights.transpose(1, 2), self.q, out=self.dk)
+        torch.mm(self.dprojected, self.w_in, out=self.dx)
+        torch.mm(self.dprojected.t(), self.x, out=self.dw_in)
 
 
 PEERS = {"sgformer": "SGFormerAttention", "polynormer": "PolynormerAttention", "performer": "PerformerAttention"}

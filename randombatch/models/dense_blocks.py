@@ -52,8 +52,10 @@ class Blocks:
         self.width = x.shape[1] if weight is None else weight.shape[0]
         self.scratch = Scratch(x.device, x.dtype)
         self.exact = spec.shard is not None and spec.shard.exact
+        # Among ranks the blocks are the same for one thread as for a few, at little cost: so are then sums over rows.
         alike = spec.shard is not None and not self.exact
-        self.block = rows_per_block(max(x.shape[1], self.width), x.device, alike=alike)
+        threads = max(1, torch.get_num_threads() // 4) if alike else None
+        self.block = rows_per_block(max(x.shape[1], self.width), x.device, threads)
         bounds = [0, len(x)] if spec.shard is None else spec.shard.pieces(spec.shard.num_rows)
         self.pieces = [self._blocks(start, stop) for start, stop in itertools.pairwise(bounds)]
 

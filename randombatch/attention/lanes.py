@@ -1,0 +1,119 @@
+"""Blocks computed side by side: one lane per thread, each with whole blocks of its own.
+
+torch shares every single operation among its threads, which then wait for each other some twenty times per block, and
+a block passes from one core's cache to the other's. Blocks are independent, so here each of torch's threads takes whole
+ones. They are called by way of OpenMP, which torch's own operations use: inside a parallel region those run on the
+thread that calls them, and nobody competes with threads that wait for torch's next operation.
+"""
+
+import ctypes
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+# Python's lock lets one lane at a time pass from operation to operation, which takes a fortieth of their time.
+MOST_LANES = 32
+# A lane is worth so many blocks.
+FEWEST_BLOCKS = 2
+# Pieces that are drawn before lanes begin.
+AHEAD = 8
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+
+def lanes_for(device: torch.device, num_blocks: int) -> int:
+    """How many lanes to use; one where there are few blocks, a single thread, an accelerator, or no OpenMP."""
+    if device.type != "cpu" or _parallel() is None:
+        return 1
+    return max(1, min(torch.get_num_threads(), MOST_LANES, num_blocks // FEWEST_BLOCKS))
+
+
+def in_lanes(
+    pieces: Iterator[Piece],
+    lanes: Sequence[Callable[[Piece], Result]],
+    collect: Callable[[Any], Any] | None = None,
+) -> None:
+    """Compute every piece.
+
+    Lanes should do long operations only: where two threads do many short ones, each waits for Python's lock every time.
+
+    Args:
+        pieces: whichever lane is free takes the next one; never asked for by two at once.
+        lanes: a function of a piece for each, with buffers of its own. A single one runs in the calling thread, where
+            operations use torch's threads.
+        collect: called with the results in the order of the pieces, by one lane at a time. So sums over pieces do not
+            depend on which lane was faster, nor on how many there are.
+    """
+    collect = collect or (lambda result: None)
+    if len(lanes) == 1:
+        for piece in pieces:
+            collect(lanes[0](piece))
+        return
+    # The first ones beforehand, where drawing uses all threads and nobody waits for Python's lock.
+    crew = _Crew(itertools.chain(list(itertools.islice(pieces, AHEAD)), pieces), lanes, collect)
+    run = _parallel()
+    assert run is not None
+    run(crew.callback, None, len(lanes), 0)
+    if crew.failures:
+        raise crew.failures[0]
+
+
+class _Crew(Generic[Piece, Result]):
+    """What the lanes of one call share."""
+
+    def __init__(
+        self, pieces: Iterator[Piece], lanes: Sequence[Callable[[Piece], Result]], collect: Callable[[Result], Any]
+    ) -> None:
+        self.pieces, self.collect = enumerate(pieces), collect
+        self.waiting = list(lanes)
+        self.inference = torch.is_inference_mode_enabled()
+        self.taking, self.collecting = threading.Lock(), threading.Lock()
+        self.computed: dict[int, Result] = {}
+        self.collected = 0
+        self.failures: list[BaseException] = []
+        self.callback = _CALLBACK(self._lane)
+
+    def _lane(self, _: None) -> None:
+        """Compute pieces until there are no more, or until another lane failed."""
+        try:
+            # A thread has modes of its own; leaving inference mode would switch gradients on.
+            with torch.inference_mode(self.inference), torch.no_grad():
+                compute = self.waiting.pop()
+                while not self.failures:
+                    with self.taking:
+                        number, piece = next(self.pieces, (-1, None))
+                    if piece is None:
+                        return
+                    self._collect(number, compute(piece))
+        except BaseException as error:
+            # An exception cannot leave a thread that is not Python's.
+            self.failures.append(error)
+
+    def _collect(self, number: int, result: Result) -> None:
+        with self.collecting:
+            self.computed[number] = result
+            while self.collected in self.computed:
+                self.collect(self.computed.pop(self.collected))
+                self.collected += 1
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.cache
+def _parallel() -> Callable[..., None] | None:
+    """`f(function, data, n, 0)` runs a function on each of n of torch's threads. None where it has no such OpenMP."""
+    if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    library = next(iter((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")), None)
+    # Looked up in torch's library and those that it needs: others may have brought another OpenMP.
+    found = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None) if library else None
+    if found is not None:
+        found.restype, found.argtypes = None, [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return found

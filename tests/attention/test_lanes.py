@@ -1,0 +1,171 @@
+"""Blocks side by side: in order, alike for any number of threads, and nothing left behind by an error or a call."""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from randombatch import RandomBatchAttention
+from randombatch.attention import layer_lane
+from randombatch.attention.lanes import in_lanes, lanes_for
+from randombatch.attention.projected import projected_attention
+from tests.attention.test_projected import assert_same
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    torch.set_num_threads(3)
+    assert lanes_for(CPU, 100) == 3
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_every_piece_once_and_results_in_order(lanes: int) -> None:
+    def square(i: int) -> int:
+        # Later pieces are done sooner.
+        a = torch.ones(200 - i, 200)
+        return int((a @ a.t())[0, 0]) // 200 * i * i
+
+    results: list[int] = []
+    in_lanes(iter(range(100)), [square] * lanes, results.append)
+    assert results == [i * i for i in range(100)]
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_each_lane_has_a_function_of_its_own() -> None:
+    used: list[set[int]] = [set(), set(), set()]
+    in_lanes(iter(range(60)), [s.add for s in used])
+    assert sorted(itertools.chain(*used)) == list(range(60))
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["lane", "pieces", "late piece", "collect"])
+def test_an_error_reaches_the_caller_and_stops_the_others(where: str, error: type[BaseException]) -> None:
+    computed = []
+
+    def pieces() -> Iterator[int]:
+        for i in range(100_000):
+            if (where, i) in (("pieces", 3), ("late piece", 300)):
+                raise error("here")
+            yield i
+
+    def compute(i: int) -> int:
+        computed.append(i)
+        if where == "lane" and i == 20:
+            raise error("here")
+        return i
+
+    def collect(i: int) -> None:
+        if where == "collect" and i == 20:
+            raise error("here")
+
+    with pytest.raises(error, match="here"):
+        in_lanes(pieces(), [compute] * 3, collect)
+    assert len(computed) < 90_000
+    results: list[int] = []
+    in_lanes(iter(range(10)), [abs] * 3, results.append)
+    assert results == list(range(10))
+
+
+def test_one_lane_where_there_is_nothing_to_share() -> None:
+    torch.set_num_threads(3)
+    assert lanes_for(CPU, 1) == lanes_for(CPU, 0) == lanes_for(torch.device("cuda"), 100) == 1
+    torch.set_num_threads(1)
+    assert lanes_for(CPU, 100) == 1
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_a_layer_in_lanes_equals_naive(heads: int, kernel: str) -> None:
+    assert_same(301, 7, heads, kernel, True, block_rows=20)
+    assert_same(301, 7, heads, kernel, False, block_rows=20, recompute=False)
+    assert_same(300, 5, heads, kernel, True, block_rows=12, ptr=torch.tensor([0, 11, 11, 300]))
+    assert_same(300, 5, heads, kernel, True, block_rows=12, mask=torch.rand(3, 100) < 0.7, pieces=5)
+    if kernel == "softmax":
+        assert_same(301, 7, heads, kernel, True, block_rows=20, dropout_p=0.3)
+
+
+@pytest.mark.usefixtures("poisoned", "three_threads")
+def test_lanes_read_nothing_that_was_not_written() -> None:
+    assert_same(301, 7, 1, "softmax", True, block_rows=20)
+    assert_same(301, 7, 2, "sgformer", True, block_rows=20)
+
+
+def step(threads: int, x: Tensor, layer: RandomBatchAttention) -> list[Tensor]:
+    torch.set_num_threads(threads)
+    torch.manual_seed(5)
+    out = layer(x)
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_any_number_of_threads_gives_the_same_numbers(heads: int) -> None:
+    """Blocks and pieces are the same, and so is the order in which sums are added up."""
+    x = torch.randn(20_000, 32, requires_grad=True)
+    layer = RandomBatchAttention(32, heads, 50, block_rows=1000)
+    alone = step(1, x, layer)
+    for threads in (2, 3):
+        for a, b in zip(alone, step(threads, x, layer), strict=True):
+            assert torch.equal(a, b)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_what_is_kept_from_one_call_does_not_reach_the_next() -> None:
+    layer_lane._kept.clear()
+    for n, options in ((301, {"dropout_p": 0.5}), (301, {}), (44, {}), (301, {"recompute": False}), (301, {})):
+        assert_same(n, 7, 1, "softmax", False, block_rows=20, **options)  # new weights each time
+    assert len(layer_lane._kept) == 1
+    (lanes,) = layer_lane._kept.values()
+    first = lanes[0]
+    assert_same(301, 7, 1, "softmax", False, block_rows=20)
+    assert first in next(iter(layer_lane._kept.values()))
+
+
+def test_few_lanes_are_kept_and_none_that_are_large() -> None:
+    layer_lane._kept.clear()
+    for width in (4, 8, 16, 24):
+        RandomBatchAttention(width, batch_size=16)(torch.randn(100, width))
+    assert len(layer_lane._kept) == layer_lane.KINDS
+    layer_lane._kept.clear()
+    RandomBatchAttention(4, batch_size=3000)(torch.randn(3000, 4))
+    assert not layer_lane._kept
+
+
+def test_a_call_keeps_nothing_of_the_callers() -> None:
+    layer = RandomBatchAttention(8, batch_size=16)
+    x = torch.randn(100, 8)
+    layer(x)
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_inference_and_training_take_turns() -> None:
+    layer_lane._kept.clear()
+    x = torch.randn(400, 8, dtype=torch.float64)
+    weights = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((24, 8), (24,), (8, 8), (8,))]
+
+    def run(recompute: bool) -> Tensor:
+        return projected_attention(x, *weights, torch.tensor(3), 7, block_rows=20, recompute=recompute)
+
+    with torch.inference_mode():
+        inferred = run(True), run(False)
+    trained = run(True)
+    trained.sum().backward()
+    with torch.inference_mode():
+        again = run(False)
+    for other in (*inferred, again):
+        assert torch.equal(trained, other)
