@@ -41,7 +41,8 @@ class Lane:
         """The block of this shape."""
         found = self.blocks.get((batches, size))
         if found is None:
-            found = self.blocks[batches, size] = LayerBlock(self.weights, self.scratch, batches, size)
+            with torch.inference_mode(False), torch.no_grad():
+                found = self.blocks[batches, size] = LayerBlock(self.weights, self.scratch, batches, size)
         return found
 
     def take_sums(self) -> Tensor:

@@ -67,10 +67,9 @@ class Consecutive(Contender):
     def __init__(self, sizes: Sizes) -> None:
         layer = RandomBatchAttention(sizes.dim, sizes.heads, sizes.batch_size)
         super().__init__(layer, layer)
-        for owner, name, function in (
-            (Division, "order", _in_order), (blocks.Rows, "take", _read_in_place), (blocks.Rows, "put", _write_in_order),
-        ):  # fmt: skip
-            setattr(owner, name, function)
+        setattr(Division, "order", _in_order)  # noqa: B010
+        setattr(blocks.Rows, "take", _read_in_place)  # noqa: B010
+        setattr(blocks.Rows, "put", _write_in_order)  # noqa: B010
 
 
 def _in_order(self: Division, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
