@@ -6,6 +6,7 @@ ones. They are called by way of OpenMP, which torch's own operations use: inside
 thread that calls them, and nobody competes with threads that wait for torch's next operation.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -111,9 +112,12 @@ def _parallel() -> Callable[..., None] | None:
     """`f(function, data, n, 0)` runs a function on each of n of torch's threads. None where it has no such OpenMP."""
     if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
-    library = next(iter((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")), None)
-    # Looked up in torch's library and those that it needs: others may have brought another OpenMP.
-    found = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None) if library else None
-    if found is not None:
-        found.restype, found.argtypes = None, [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    return found
+    # As torch's own calls find it: first among what all libraries see (there may be another in its place), then among
+    # what torch's library needs.
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    for place in (None, str(library)):
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            found = ctypes.CDLL(place).GOMP_parallel
+            found.restype, found.argtypes = None, [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            return found
+    return None

@@ -134,12 +134,14 @@ class Layer:
                 step(block, rows_CP, saved[first : first + len(block.held)] if saved.numel() else None, lane.sums)
             return None if collect is None else lane.take_sums()
 
+        pieces = self._pieces(num_blocks)
+        begin = list(itertools.islice(pieces, 1))
         with lanes_of(self.weights, self.sum_type, lanes_for(self.x.device, num_blocks)) as lanes:
             # The usual block beforehand: where two threads do many short operations, each waits for Python's lock.
-            size = max(1, min(self.division.batch_size, self.division.num_items))
-            for lane in lanes:
-                lane.block(max(1, self.block_rows // size), size)
-            in_lanes(self._pieces(num_blocks), [functools.partial(compute, lane) for lane in lanes], collect)
+            for lane, (_, rows_CP) in itertools.product(lanes, begin[0][:1] if begin else []):
+                lane.block(*rows_CP.shape)
+            computes = [functools.partial(compute, lane) for lane in lanes]
+            in_lanes(itertools.chain(begin, pieces), computes, collect)
 
     def _input(self, block: LayerBlock, x: Rows, rows: Index) -> Tensor:
         """The block's rows of x; where they stand in the table as they are needed, they stay there."""

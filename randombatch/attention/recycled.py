@@ -11,8 +11,10 @@ import math
 import mmap
 import platform
 import sys
+import threading
 import weakref
 from bisect import bisect_left, insort
+from collections import deque
 
 import numpy as np
 import torch
@@ -30,6 +32,8 @@ class Recycler:
         self.bytes = 0
         self._sizes: list[int] = []  # of waiting blocks, sorted
         self._waiting: dict[int, list[mmap.mmap]] = {}
+        self._returned: deque[mmap.mmap] = deque()  # the last tensor may go at any moment, in any thread
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor."""
@@ -37,11 +41,19 @@ class Recycler:
         block = self._take(size)
         array = np.frombuffer(block, np.uint8, count=size)
         # The tensor's storage keeps the array; when it goes, the block waits for the next one.
-        weakref.finalize(array, self._give_back, block).atexit = False
+        weakref.finalize(array, self._returned.append, block).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
     def _take(self, size: int) -> mmap.mmap:
         rounded = -(-size // STEP_BYTES) * STEP_BYTES
+        with self._lock:
+            while self._returned:
+                block = self._returned.popleft()
+                insort(self._sizes, len(block))
+                self._waiting.setdefault(len(block), []).append(block)
+            return self._waiting_or_new(rounded)
+
+    def _waiting_or_new(self, rounded: int) -> mmap.mmap:
         place = bisect_left(self._sizes, rounded)
         if place < len(self._sizes) and self._sizes[place] <= WASTE * rounded:
             fitting = self._sizes.pop(place)
@@ -55,10 +67,6 @@ class Recycler:
             block.madvise(mmap.MADV_HUGEPAGE)
         self.bytes += size
         return block
-
-    def _give_back(self, block: mmap.mmap) -> None:
-        insort(self._sizes, len(block))
-        self._waiting.setdefault(len(block), []).append(block)
 
 
 _active: list[Recycler] = []

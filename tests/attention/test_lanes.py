@@ -152,6 +152,13 @@ def test_a_call_keeps_nothing_of_the_callers() -> None:
     assert gone() is None
 
 
+def test_small_graphs_under_a_large_batch_size_take_little_memory() -> None:
+    """A block of the given batch size would have 10^10 weights."""
+    x = torch.randn(100_000, 4)
+    out = RandomBatchAttention(4, batch_size=100_000)(x, ptr=torch.arange(0, 100_001, 10))
+    assert out.isfinite().all()
+
+
 @pytest.mark.usefixtures("three_threads")
 def test_inference_and_training_take_turns() -> None:
     layer_lane._kept.clear()
