@@ -56,7 +56,7 @@ def in_lanes(
         for piece in pieces:
             collect(lanes[0](piece))
         return
-    # The first ones beforehand, where drawing uses all threads and nobody waits for Python's lock.
+    # The first ones beforehand, while nobody else asks for Python's lock.
     crew = _Crew(itertools.chain(list(itertools.islice(pieces, AHEAD)), pieces), lanes, collect)
     run = _parallel()
     assert run is not None

@@ -77,7 +77,9 @@ def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[l
     # Where uninitialised memory is filled on purpose, used memory must not come back.
     keep = weights.w_in.device.type == "cpu" and not torch.are_deterministic_algorithms_enabled()
     with _lock:
-        lanes = _kept.pop(kind, [])[:number] if keep else []
+        kept = _kept.pop(kind, []) if keep else []
+    # A small graph between large ones needs fewer; the others wait with them.
+    lanes, idle = kept[:number], kept[number:]
     lanes += [Lane(weights, sum_type) for _ in range(number - len(lanes))]
     for lane in lanes:
         lane.load(weights)
@@ -85,7 +87,7 @@ def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[l
     # Not after an error: then nobody knows what is in them.
     if keep and all([lane.ready_to_keep() for lane in lanes]):
         with _lock:
-            _kept[kind] = lanes
+            _kept[kind] = lanes + idle
             while len(_kept) > KINDS:
                 _kept.popitem(last=False)
 
