@@ -74,7 +74,7 @@ class Division:
             )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         # What operators are given: a compiled graph takes another seed without being compiled anew.
-        self.key = torch.tensor(signed64(seed))
+        self.key = torch.tensor(signed64(seed), device="cpu")
         self.ptr = None if ptr is None else _check_ptr(ptr, num_items)
         self.rows: Tensor | None = None
 
@@ -153,7 +153,7 @@ class Division:
     def starts(self) -> Tensor:
         """Position where each batch begins, and the end: int64 `(num_batches + 1,)` on the CPU."""
         starts, _ = self._layout(0, self._graphs[0].numel() - 1)
-        return torch.cat([starts, torch.tensor([self.num_items])])
+        return torch.cat([starts, torch.tensor([self.num_items], device="cpu")])
 
     def part(self, first: int, stop: int, device: torch.device | None = None) -> GivenBatches:
         """The batches from number `first` to `stop`; holds their order."""
@@ -188,7 +188,7 @@ class Division:
         g = 0
         while g < len(bounds) - 1:
             n = bounds[g + 1] - bounds[g]
-            if n >= SORTED_BELOW:
+            if n >= SORTED_BELOW or (n and self.ptr is None):
                 yield from self._blocks_of_graph(bounds[g], n, max_items, device)
                 g += 1
                 continue
@@ -201,27 +201,30 @@ class Division:
             g = end
 
     def _blocks_of_graph(self, first: int, n: int, max_items: int, device: torch.device | None) -> Iterator[Tensor]:
-        """Blocks of one large graph, its order computed a span at a time."""
+        """Blocks of one graph, its order computed a span at a time."""
         count = -(-n // self.batch_size)
         base, larger = divmod(n, count)
+        whole = self.order(first, first + n, device) if n <= SPAN else None
         position = first
         for size, batches in ((base + 1, larger), (base, count - larger)):
             per_block = max(1, max_items // size)
             per_span = per_block * max(1, SPAN // (per_block * size))
             for done in range(0, batches, per_span):
                 stop = position + min(per_span, batches - done) * size
-                yield from self.order(position, stop, device).view(-1, size).split(per_block)
+                order = self.order(position, stop, device) if whole is None else whole[position - first : stop - first]
+                yield from order.view(-1, size).split(per_block)
                 position = stop
 
     def _blocks_of_graphs(self, g: int, end: int, max_items: int, device: torch.device | None) -> Iterator[Tensor]:
-        """Blocks of several small graphs (or one), their batches brought together by size."""
+        """Blocks of several small graphs, their batches brought together by size."""
         starts, sizes = self._layout(g, end)
         if not sizes.numel():
             return
         first = int(starts[0])
         order = self.order(first, first + int(sizes.sum()), device)
         starts = (starts - first).to(order.device)
-        for size in sizes.unique().tolist():
+        # Buffers that are large enough for the first serve all.
+        for size in sizes.unique().flip(0).tolist():
             chosen = starts[(sizes == size).to(order.device)]
             stacked = order[chosen[:, None] + torch.arange(size, device=order.device)]
             yield from stacked.split(max(1, max_items // size))
@@ -229,7 +232,7 @@ class Division:
     @functools.cached_property
     def _graphs(self) -> tuple[Tensor, Tensor]:
         """Boundaries of graphs in items and in batches, int64 on the CPU."""
-        items = torch.tensor([0, self.num_items]) if self.ptr is None else self.ptr
+        items = torch.tensor([0, self.num_items], device="cpu") if self.ptr is None else self.ptr
         counts = -(-items.diff() // self.batch_size)
         return items, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -237,8 +240,8 @@ class Division:
         """Start and size of each batch of graphs g to end, int64 on the CPU."""
         items, batches = self._graphs
         counts = batches[g : end + 1].diff()
-        graph = torch.repeat_interleave(torch.arange(g, end), counts)
-        number = torch.arange(int(batches[g]), int(batches[end])) - batches[graph]
+        graph = torch.repeat_interleave(torch.arange(g, end, device="cpu"), counts)
+        number = torch.arange(int(batches[g]), int(batches[end]), device="cpu") - batches[graph]
         n, count = items[graph + 1] - items[graph], batches[graph + 1] - batches[graph]
         base, larger = n // count, n % count
         starts = items[graph] + number * base + torch.minimum(number, larger)
@@ -268,7 +271,7 @@ class Division:
         if self.ptr is None:
             return self._permutation(self.num_items, positions.device).items(positions)
         start, stop = int(positions[0]), int(positions[-1]) + 1
-        g, end = (torch.searchsorted(self.ptr, torch.tensor([start, stop - 1]), right=True)).tolist()
+        g, end = (torch.searchsorted(self.ptr, torch.tensor([start, stop - 1], device="cpu"), right=True)).tolist()
         return torch.cat(list(self._items_of_graphs(g - 1, end, start, stop, positions.device)))
 
     def _items_of_graphs(self, g: int, end: int, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
@@ -338,7 +341,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _check_ptr(ptr: Tensor, num_items: int) -> Tensor:
-    ptr = torch.as_tensor(ptr).detach().cpu()
+    ptr = torch.as_tensor(ptr, device="cpu").detach()
     if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
         raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
     ptr = ptr.long()

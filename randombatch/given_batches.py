@@ -44,7 +44,7 @@ class GivenBatches:
         num_all: int | None = None,
     ) -> None:
         self.consecutive = order is None
-        self.order = torch.arange(int(starts[-1])) if order is None else order
+        self.order = torch.arange(int(starts[-1]), device="cpu") if order is None else order
         self.starts, self.batch_size, self.seed, self.ids = starts, batch_size, seed, ids
         self.num_items, self.num_batches = len(self.order), len(starts) - 1
         self.first, self.room, self.cuts, self.totals = first, room, cuts, totals

@@ -98,19 +98,22 @@ class Permutation:
     def items(self, positions: Tensor) -> Tensor:
         """The item at each position (1-D). Time O(len(positions)), memory O(len(positions) + sqrt(n))."""
         if self.n < SORTED_BELOW:
-            return self._sorted[0].index_select(0, positions)
+            return self._sorted.index_select(0, positions)
         return self._walk(self._network, positions)
 
     def positions(self, items: Tensor) -> Tensor:
         """The position of each item (1-D): the inverse of `items`."""
         if self.n < SORTED_BELOW:
-            return self._sorted[1].index_select(0, items)
+            return self._places.index_select(0, items)
         return self._walk(self._inverse_network, items)
 
     @functools.cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor]:
-        order = sorted_order(self.n, self.seed, self.device)
-        return order, torch.argsort(order)
+    def _sorted(self) -> Tensor:
+        return sorted_order(self.n, self.seed, self.device)
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        return torch.argsort(self._sorted)
 
     @functools.cached_property
     def rounds(self) -> tuple[int, Tensor, Tensor]:

@@ -71,6 +71,14 @@ def test_graphs_are_divided_as_if_alone(graphs: list[int], p: int, seed: int) ->
     assert torch.equal(division.graph_of(division.order()).sort().values, division.graph_of(torch.arange(int(ptr[-1]))))
 
 
+def test_blocks_of_small_graphs_begin_with_the_largest() -> None:
+    """Buffers for the first then serve all."""
+    ptr = torch.arange(40).cumsum(0)
+    widths = [block.shape[1] for block in Division(int(ptr[-1]), 12, 3, ptr=ptr).blocks(50)]
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) > 5
+
+
 def test_the_published_trap_of_a_lonely_last_batch() -> None:
     assert Division(1001, 100, 0).sizes == (91,) * 11
     assert Division(10, 100, 0).sizes == (10,)

@@ -7,208 +7,24 @@ never returns to the allocator.
 Shapes: G stacked batches, P items in a batch, D width of query and key, E width of value.
 """
 
-import contextlib
-import ctypes
-import functools
 import math
-import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from randombatch.attention.recycled import recycled
+from randombatch.attention.buffers import Scratch, in_type
 from randombatch.permutation import fold_in, hash64
 
-# Block of rows on an accelerator: large enough to fill it, small beside its memory.
-ACCELERATOR_BLOCK_BYTES = 1 << 26
 
-
-def rows_per_block(width: int, device: torch.device, threads: int | None = None) -> int:
-    """How many rows of `width` numbers one block should have.
-
-    On a CPU the widest array of a block takes half of the second-level cache of the cores that share it (`threads`,
-    default: all of torch's): smaller blocks spend their time between operations, larger ones waiting for memory. On an
-    accelerator, `ACCELERATOR_BLOCK_BYTES`.
-    """
-    if device.type == "cpu":
-        budget = _second_level_cache() * (threads or torch.get_num_threads()) // 2
-    else:
-        budget = ACCELERATOR_BLOCK_BYTES
-    return max(256, budget // (4 * max(1, width)))
-
-
-@functools.cache
-def _second_level_cache() -> int:
-    """Bytes of one core's, as Linux or the C library tells; at most 4 MB, 2 MB where nobody does."""
-    size = 0
-    with contextlib.suppress(AttributeError, ValueError, OSError):
-        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    with contextlib.suppress(ValueError, OSError):
-        # "1024K"; whether it is shared by several cores is not asked.
-        size = size or 1024 * int(Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().rstrip("K\n"))
-    return min(size, 1 << 22) if size > 0 else 1 << 21
-
-
-def in_type(scratch: "Scratch", name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x itself, or a copy in a buffer."""
-    return x if x.dtype == dtype else scratch(name, *x.shape, dtype=dtype).copy_(x)
-
-
-def add_product(scratch: "Scratch", total_DF: Tensor, a_RD: Tensor, b_RF: Tensor) -> None:
+def add_product(scratch: Scratch, total_DF: Tensor, a_RD: Tensor, b_RF: Tensor) -> None:
     """Add a' b, computed in the type of the total."""
     a_RD, b_RF = (in_type(scratch, name, t, total_DF.dtype) for name, t in (("wide", a_RD), ("wide b", b_RF)))
     total_DF.addmm_(a_RD.t(), b_RF)
 
 
-def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
-    """An output that will be written row by row in random order, for the first time.
-
-    On Linux the kernel is asked to back it with huge pages: one page fault for 2 MB instead of 512, which is a fifth of
-    the whole step otherwise. Elsewhere, or if the kernel declines, it is an ordinary tensor. A program may have them
-    recycled, see `recycle_memory`.
-    """
-    again = recycled(shape, like)
-    if again is not None:
-        return again.zero_() if zero else again
-    out = (torch.zeros if zero else torch.empty)(shape, dtype=like.dtype, device=like.device)
-    if sys.platform == "linux" and out.device.type == "cpu" and out.nbytes >= 1 << 22 and not zero:
-        page = os.sysconf("SC_PAGE_SIZE")
-        start = -(-out.data_ptr() // page) * page
-        length = (out.data_ptr() + out.nbytes) // page * page - start
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), 14)  # MADV_HUGEPAGE
-    return out
-
-
-class Scratch:
-    """Buffers by name, allocated at their first use and handed out again for every block.
-
-    They are cut from slabs, because allocators serve a few large requests better than many middling ones, backed by
-    huge pages where there are any. A few slabs stay with the process for the next `Scratch`: the kernel would clear
-    them anew each time. A view is good for as long as its `Scratch` lives.
-    """
-
-    SLAB_BYTES = 1 << 24
-    SPARE_SLABS = 4
-    _spare: ClassVar[dict[torch.device, list[Tensor]]] = {}
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self._slab = torch.empty(0, dtype=torch.uint8, device=device)
-        self._slabs: list[Tensor] = []
-        self._used = 0
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._views: dict[tuple, Tensor] = {}
-        self._constants: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised contiguous tensor of this shape; a second call under the same name may alias the first."""
-        dtype = dtype or self.dtype
-        view = self._views.get((name, dtype, shape))
-        if view is None:
-            size = math.prod(shape)
-            buffer = self._buffers.get((name, dtype))
-            if buffer is None or buffer.numel() < size:
-                buffer = self._buffers[name, dtype] = self._cut(size * dtype.itemsize).view(dtype)
-            view = self._views[name, dtype, shape] = buffer[:size].view(shape)
-        return view
-
-    def constant(self, name: str, size: int, make: Callable[[int], Tensor]) -> Tensor:
-        """`make(size)`, made once; a shorter one is the beginning of a longer one."""
-        kept = self._constants.get(name)
-        if kept is None or len(kept) < size:
-            kept = self._constants[name] = make(size)
-        return kept[:size]
-
-    def _cut(self, size: int) -> Tensor:
-        padded = -(-size // 64) * 64
-        if self._used + padded > self._slab.numel():
-            self._slab = self._spare_slab(padded)
-            self._slabs.append(self._slab)
-            self._used = 0
-        self._used += padded
-        return self._slab[self._used - padded :][:size]
-
-    @property
-    def small(self) -> bool:
-        """Whether everything fits into one slab."""
-        return len(self._slabs) <= 1
-
-    def _spare_slab(self, size: int) -> Tensor:
-        with contextlib.suppress(IndexError):
-            if size <= self.SLAB_BYTES:
-                return self._spare.setdefault(self.device, []).pop()
-        # One that is made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False):
-            return new_rows(self._slab, max(size, self.SLAB_BYTES))
-
-    def __del__(self) -> None:
-        # Where uninitialised memory is filled on purpose, used memory must not come back.
-        if self.device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
-            return
-        spare = self._spare.setdefault(self.device, [])
-        usual = [slab for slab in self._slabs if slab.numel() == self.SLAB_BYTES]
-        spare += usual[: max(0, max(self.SPARE_SLABS, torch.get_num_threads()) - len(spare))]
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precision is computed in float32, one block at a time: logits and sums keep their digits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-# Numbers of rows: NumPy's on the CPU, where every operation of torch's is an occasion to wait for another thread.
-Index = Tensor | np.ndarray
-
-
-class Rows:
-    """A contiguous `(N, D)` tensor of which whole rows are copied.
-
-    On the CPU by NumPy, which copies a row as one item: torch puts element by element, on one thread, and takes twice
-    as long; taking rows is as fast with both, but torch needs several threads for it.
-    """
-
-    def __init__(self, rows_ND: Tensor) -> None:
-        self.rows = rows_ND.detach()
-        self.items: np.ndarray | None = None
-        if rows_ND.device.type == "cpu" and rows_ND.shape[1]:
-            size = rows_ND.shape[1] * rows_ND.element_size()
-            self.items = self.rows.view(torch.uint8).numpy().reshape(-1).view(f"V{size}")
-
-    def take(self, table: "Rows", index: Index) -> Tensor:
-        """Fill all rows with these rows of a table of the same type; returns them. The index is not checked."""
-        if self.items is None or table.items is None:
-            return torch.index_select(table.rows, 0, torch.as_tensor(index), out=self.rows)
-        # Any mode but "raise" writes at once; by that one a copy is made first.
-        np.take(table.items, index, out=self.items, mode="clip")
-        return self.rows
-
-    def put(self, index: Index, values: "Rows") -> None:
-        """The inverse: all rows of `values`, of the same type, go to these rows."""
-        if self.items is None or values.items is None:
-            self.rows.index_copy_(0, torch.as_tensor(index), values.rows)
-        else:
-            self.items.put(index, values.items)
-
-
-def as_index(rows: Tensor) -> Index:
-    """Numbers of rows, flat."""
-    return rows.numpy().reshape(-1) if rows.device.type == "cpu" else rows.flatten()
-
-
-def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a table in the given order, in the scratch's dtype."""
-    taken = scratch(name, rows.numel(), table_ND.shape[1], dtype=table_ND.dtype)
-    torch.index_select(table_ND, 0, rows, out=taken)
-    return in_type(scratch, name, taken, scratch.dtype)
-
-
-def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Values go to these rows of a contiguous table."""
-    Rows(table_ND).put(as_index(rows), Rows(values.to(table_ND.dtype).contiguous()))
 
 
 class Softmax:
@@ -344,7 +160,8 @@ def sgformer_backward(
     dden_GP1 = torch.sum(grad_GPE * out_GPE, -1, keepdim=True).neg_()
     torch.bmm(grad_GPE, kv_GDE.transpose(1, 2), out=dq_GPD).baddbmm_(dden_GP1, sum_GD1.transpose(1, 2))
     dkv_GDE = torch.bmm(q_GPD.transpose(1, 2), grad_GPE, out=scratch("dkv", *kv_GDE.shape))
-    torch.bmm(v_GPE, dkv_GDE.transpose(1, 2), out=dk_GPD).add_(torch.bmm(dden_GP1.transpose(1, 2), q_GPD))
+    torch.bmm(v_GPE, dkv_GDE.transpose(1, 2), out=dk_GPD)
+    dk_GPD += torch.bmm(dden_GP1.transpose(1, 2), q_GPD, out=scratch("dsum", groups, 1, q_GPD.shape[2]))
     torch.bmm(k_GPD, dkv_GDE, out=dv_GPE).add_(grad_GPE, alpha=size)
     for name, x, dx in (("q", q_GPD, dq_GPD), ("k", k_GPD, dk_GPD)):
         dx.sub_(x * torch.sum(x * dx, -1, keepdim=True)).div_(scratch(name + "_norm", groups, size, 1))

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from randombatch.attention.rows import refuse_tangents
 from randombatch.attention.streamed import attention
 from randombatch.division import Division, check_batch_size, draw_seed
 
@@ -63,6 +64,7 @@ def random_batch_attention(
     if query_BHLD.numel() == 0 or value.numel() == 0:
         # Nothing to compute, but the result stays connected to its inputs.
         return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * (query.sum() + key.sum() + value.sum())
+    refuse_tangents(query, key, value, mask)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query_BHLD, key_BKLD, value_BKLE = (x.to(dtype) for x in (query_BHLD, key_BKLD, value_BKLE))

@@ -29,10 +29,15 @@ Result = TypeVar("Result")
 
 
 def lanes_for(device: torch.device, num_blocks: int) -> int:
-    """How many lanes to use; one where there are few blocks, a single thread, an accelerator, or no OpenMP."""
+    """How many lanes to use; one where there are few blocks, a single thread, an accelerator, or no OpenMP.
+
+    A single lane shares each operation among torch's threads: better than lanes for less than half of them.
+    """
     if device.type != "cpu" or _parallel() is None:
         return 1
-    return max(1, min(torch.get_num_threads(), MOST_LANES, num_blocks // FEWEST_BLOCKS))
+    threads = min(torch.get_num_threads(), MOST_LANES)
+    lanes = min(threads, num_blocks // FEWEST_BLOCKS)
+    return lanes if 2 * lanes > threads else 1
 
 
 def in_lanes(
@@ -49,7 +54,7 @@ def in_lanes(
         lanes: a function of a piece for each, with buffers of its own. A single one runs in the calling thread, where
             operations use torch's threads.
         collect: called with the results in the order of the pieces, by one lane at a time. So sums over pieces do not
-            depend on which lane was faster, nor on how many there are.
+            depend on which lane was faster, nor, if there are several, on how many.
     """
     collect = collect or (lambda result: None)
     if len(lanes) == 1:
@@ -60,9 +65,13 @@ def in_lanes(
     crew = _Crew(itertools.chain(list(itertools.islice(pieces, AHEAD)), pieces), lanes, collect)
     run = _parallel()
     assert run is not None
-    run(crew.callback, None, len(lanes), 0)
-    if crew.failures:
-        raise crew.failures[0]
+    # The crew does not hold the callback, which holds the crew: it would outlive the call, with all that it knows.
+    run(_CALLBACK(crew.lane), None, len(lanes), 0)
+    try:
+        crew.check()
+    finally:
+        # The error's traceback holds this frame.
+        del crew
 
 
 class _Crew(Generic[Piece, Result]):
@@ -78,11 +87,13 @@ class _Crew(Generic[Piece, Result]):
         self.computed: dict[int, Result] = {}
         self.collected = 0
         self.failures: list[BaseException] = []
-        self.callback = _CALLBACK(self._lane)
+        self.caller, self.caller_came, self.finished = threading.get_ident(), False, False
 
-    def _lane(self, _: None) -> None:
+    def lane(self, _: None) -> None:
         """Compute pieces until there are no more, or until another lane failed."""
         try:
+            if threading.get_ident() == self.caller:
+                self.caller_came = True
             # A thread has modes of its own; leaving inference mode would switch gradients on.
             with torch.inference_mode(self.inference), torch.no_grad():
                 compute = self.waiting.pop()
@@ -90,11 +101,27 @@ class _Crew(Generic[Piece, Result]):
                     with self.taking:
                         number, piece = next(self.pieces, (-1, None))
                     if piece is None:
+                        self.finished = True
                         return
                     self._collect(number, compute(piece))
         except BaseException as error:
             # An exception cannot leave a thread that is not Python's.
             self.failures.append(error)
+
+    def check(self) -> None:
+        """Raise what a lane raised."""
+        if not self.failures and not self.caller_came:
+            # A signal that comes just when the callback begins raises there, before anything can catch it.
+            self.failures.append(KeyboardInterrupt())
+        if self.failures:
+            error = self.failures[0]
+            self.failures.clear()
+            try:
+                raise error
+            finally:
+                del error
+        assert self.finished
+        assert not self.computed
 
     def _collect(self, number: int, result: Result) -> None:
         with self.collecting:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch.attention import blocks
-from randombatch.attention.blocks import Index, Rows, as_index
+from randombatch.attention import blocks, buffers
+from randombatch.attention.buffers import Index, Rows, as_index
 from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.attention.layer_block import LayerBlock, Sums, Weights
 from randombatch.attention.layer_lane import Lane, lanes_of
@@ -24,6 +24,10 @@ PIECES, LONGEST = 32, 8
 
 # Where what is kept of a block begins, and its rows.
 Piece = list[tuple[int, Tensor]]
+
+
+def blocks_per_piece(num_blocks: int) -> int:
+    return max(1, min(num_blocks // PIECES, LONGEST))
 
 
 class Layer:
@@ -67,29 +71,29 @@ class Layer:
         softmax_weights = heads * min(division.batch_size, x.shape[0]) if kernel == "softmax" else 0
         widest = max(len(in_weight), x.shape[1], softmax_weights)
         # The number of threads has no say: the same blocks in all passes, and the same sums.
-        self.block_rows = block_rows or blocks.rows_per_block(widest, x.device, threads=1)
+        self.block_rows = block_rows or buffers.rows_per_block(widest, x.device, threads=1)
 
     def new_rows(self, width: int) -> Tensor:
         """An output with one row for each of x; those that are not divided stay zero."""
-        return blocks.new_rows(self.x, len(self.x), width, zero=self.division.num_items < len(self.x))
+        return buffers.new_rows(self.x, len(self.x), width, zero=self.division.num_items < len(self.x))
 
     def new_saved(self, recompute: bool) -> Tensor:
         """Memory for projections and softmax weights of all blocks in a row; empty if they are to be computed again."""
         saved = self.x.new_empty(0, dtype=self.dtype)
         if recompute or self.weights.kernel != "softmax":
             return saved
-        return blocks.new_rows(saved, sum(self.weights.held_size(1, s) for s in self.division.sizes))
+        return buffers.new_rows(saved, sum(self.weights.held_size(1, s) for s in self.division.sizes))
 
     def forward(self, out_NF: Tensor, saved: Tensor) -> None:
         """Write the output, and what is to be `saved` unless that is empty."""
         out = Rows(out_NF)
 
-        def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, _: Sums) -> None:
+        def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, _: Lane) -> None:
             block.project()
             if kept is not None:
                 kept.copy_(block.held)
             self._drop(block, rows_CP)
-            _put(out, as_index(self.division.home_of(rows_CP)), block.output())
+            out.put(as_index(self.division.home_of(rows_CP)), block.output())
 
         self._stream(saved, step)
 
@@ -100,15 +104,15 @@ class Layer:
         """
         grad_rows, dx = Rows(grad.contiguous()), Rows(dx_NF)
 
-        def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, sums: Sums) -> None:
+        def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, lane: Lane) -> None:
             if kept is None:
                 block.project()
             else:
                 block.held.copy_(kept)
             self._drop(block, rows_CP)
             home = as_index(self.division.home_of(rows_CP))
-            grad_RF = _take(block.way_back.grad_room, grad_rows, home)
-            _put(dx, home, block.backward(grad_RF, sums))
+            grad_RF = block.way_back.grad_room.take(grad_rows, home)
+            dx.put(home, block.backward(grad_RF, lane.sums))
 
         totals = Sums(self.weights, torch.float64)
         self._stream(saved, step, totals.flat.add_)
@@ -117,29 +121,32 @@ class Layer:
     def _stream(
         self,
         saved: Tensor,
-        step: Callable[[LayerBlock, Tensor, Tensor | None, Sums], None],
+        step: Callable[[LayerBlock, Tensor, Tensor | None, Lane], None],
         collect: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        """Every block with its input: `step(block, its rows, what is or will be saved of it, sums of its piece)`.
+        """Every block with its input: `step(block, its rows, what is or will be saved of it, its lane)`.
 
         The sums of each piece are collected, in order.
         """
         x = Rows(self.x)
-        num_blocks = -(-self.division.num_items // self.block_rows)
+        # A batch that is larger than that is a block by itself.
+        num_blocks = min(-(-self.division.num_items // self.block_rows), self.division.num_batches)
 
         def compute(lane: Lane, piece: Piece) -> Tensor | None:
             for first, rows_CP in piece:
                 block = lane.block(*rows_CP.shape)
                 block.set_x(self._input(block, x, as_index(rows_CP)))
-                step(block, rows_CP, saved[first : first + len(block.held)] if saved.numel() else None, lane.sums)
+                step(block, rows_CP, saved[first : first + len(block.held)] if saved.numel() else None, lane)
             return None if collect is None else lane.take_sums()
 
         pieces = self._pieces(num_blocks)
         begin = list(itertools.islice(pieces, 1))
-        with lanes_of(self.weights, self.sum_type, lanes_for(self.x.device, num_blocks)) as lanes:
+        # Other threads than this one do not know of autocast.
+        unchanged = torch.autocast(self.x.device.type, enabled=False)
+        with unchanged, lanes_of(self.weights, self.sum_type, lanes_for(self.x.device, num_blocks)) as lanes:
             # The usual block beforehand: where two threads do many short operations, each waits for Python's lock.
             for lane, (_, rows_CP) in itertools.product(lanes, begin[0][:1] if begin else []):
-                lane.block(*rows_CP.shape)
+                lane.prepare(*rows_CP.shape, backward=collect is not None)
             computes = [functools.partial(compute, lane) for lane in lanes]
             in_lanes(itertools.chain(begin, pieces), computes, collect)
 
@@ -148,7 +155,7 @@ class Layer:
         consecutive = isinstance(self.division, GivenBatches) and self.division.consecutive
         if consecutive and x.rows.dtype == self.dtype and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
             return x.rows[int(rows[0]) : int(rows[-1]) + 1]
-        return _take(block.x_room, x, rows)
+        return block.x_room.take(x, rows)
 
     def _drop(self, block: LayerBlock, rows_CP: Tensor) -> None:
         if self.dropout_p:
@@ -172,20 +179,7 @@ class Layer:
             for first, stop in itertools.pairwise(self.cuts):
                 yield self.division.part(first, stop, device).blocks(rows, device)
             return
-        length = max(1, min(num_blocks // PIECES, LONGEST))
+        length = blocks_per_piece(num_blocks)
         every = self.division.blocks(rows, device)
         while run := list(itertools.islice(every, length)):
             yield run
-
-
-def _take(room: Rows, table: Rows, index: Index) -> Tensor:
-    """Rows of a table in a room for them, which may be of another type."""
-    if room.rows.dtype == table.rows.dtype:
-        return room.take(table, index)
-    return room.rows.copy_(table.rows.index_select(0, torch.as_tensor(index)))
-
-
-def _put(table: Rows, index: Index, values: Rows) -> None:
-    if values.rows.dtype != table.rows.dtype:
-        values = Rows(values.rows.to(table.rows.dtype))
-    table.put(index, values)

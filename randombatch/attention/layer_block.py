@@ -15,8 +15,8 @@ import functools
 import torch
 from torch import Tensor
 
-from randombatch.attention import blocks
-from randombatch.attention.blocks import Rows, Scratch
+from randombatch.attention import blocks, buffers
+from randombatch.attention.buffers import Rows, Scratch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,12 @@ class Weights:
     @property
     def out_width(self) -> int:
         return out_width(self.w_in, self.w_out, self.parts)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are."""
+        named = {"w_in": self.w_in, "b_in": self.b_in, "w_out": self.w_out, "b_out": self.b_out}
+        return {name: w for name, w in named.items() if w is not None}
 
     def held_size(self, batches: int, size: int) -> int:
         """How many numbers the projections and softmax weights of a block are."""
@@ -110,7 +116,10 @@ class LayerBlock:
         self._x_RF: Tensor | None = None
         self.x_room = Rows(scratch("x", self.rows, weights.w_in.shape[1]))
         self.set_x(self.x_room.rows)
-        self.way_back = _WayBack(self)
+
+    @functools.cached_property
+    def way_back(self) -> "_WayBack":
+        return _WayBack(self)
 
     def set_x(self, x_RF: Tensor) -> None:
         """The input, wherever it lies. What it holds may change without saying so again."""
@@ -202,7 +211,7 @@ class LayerBlock:
                 sums.b_in_parts.baddbmm_(way.ones, way.dprojected)
             return
         wide, x = (
-            blocks.in_type(scratch, name, t, dtype)
+            buffers.in_type(scratch, name, t, dtype)
             for name, t in (("wide", way.dprojected), ("wide b", self._x_parts[0]))
         )
         sums.w_in_parts.baddbmm_(wide.transpose(1, 2), x.expand_as(self._x_parts))

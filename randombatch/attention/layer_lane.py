@@ -1,9 +1,10 @@
-"""What one thread needs to compute blocks of a layer: buffers, the views of them, and a copy of the weights.
+"""What one thread needs to compute blocks of a layer: buffers, and the views of them.
 
 Making it takes as long as computing a block, so it is kept for the next call on weights of the same kind.
 """
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,48 +14,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import Scratch
+from randombatch.attention.buffers import Scratch
 from randombatch.attention.layer_block import LayerBlock, Sums, Weights
 
-# Kinds of layers whose lanes are kept, and shapes of blocks in each: a model has layers of few kinds.
-KINDS, SHAPES = 2, 16
+# Kinds of layers whose lanes are kept, shapes of blocks in each, and bytes of weights: a model has layers of few kinds.
+KINDS, SHAPES, WEIGHT_BYTES = 2, 16, 1 << 23
 
 
 class Lane:
     """Blocks by shape, in buffers of their own, with sums that they add to.
 
     Args:
-        weights: of the layer; copied, so that another's of the same kind can take their place.
+        weights: of the layer; they may change their values from call to call.
         sum_type: in which gradients of weights are added up.
     """
 
     def __init__(self, weights: Weights, sum_type: torch.dtype) -> None:
-        # What is made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False):
-            copies: dict[str, Any] = {n: w if w is None else torch.empty_like(w) for n, w in _tensors(weights).items()}
-            self.weights = dataclasses.replace(weights, **copies)
-            self.scratch = Scratch(weights.w_in.device, weights.w_in.dtype)
-            self.sums = Sums(self.weights, sum_type)
+        self.weights, self.sum_type = weights, sum_type
+        self.scratch = Scratch(weights.w_in.device, weights.w_in.dtype)
         self.blocks: dict[tuple[int, int], LayerBlock] = {}
 
     def block(self, batches: int, size: int) -> LayerBlock:
         """The block of this shape."""
         found = self.blocks.get((batches, size))
         if found is None:
+            # What is made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 found = self.blocks[batches, size] = LayerBlock(self.weights, self.scratch, batches, size)
         return found
+
+    def prepare(self, batches: int, size: int, *, backward: bool) -> None:
+        """Make what a pass over blocks of this shape needs."""
+        block = self.block(batches, size)
+        if backward:
+            _ = block.way_back, self.sums
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        return Sums(self.weights, self.sum_type)
 
     def take_sums(self) -> Tensor:
         """The sums since the last time."""
         taken = self.sums.flat.clone()
         self.sums.flat.zero_()
         return taken
-
-    def load(self, weights: Weights) -> None:
-        for mine, given in zip(_tensors(self.weights).values(), _tensors(weights).values(), strict=True):
-            if mine is not None and given is not None:
-                mine.copy_(given)
 
     def ready_to_keep(self) -> bool:
         """Let go of what belongs to the caller; whether it is small enough to be kept."""
@@ -63,34 +66,43 @@ class Lane:
         return len(self.blocks) <= SHAPES and self.scratch.small
 
 
-_kept: OrderedDict[Any, list[Lane]] = OrderedDict()
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Lanes that share one copy of their layer's weights."""
+
+    weights: Weights
+    lanes: list[Lane]
+
+
+_kept: OrderedDict[Any, _Kept] = OrderedDict()
 _lock = threading.Lock()
 
 
 @contextmanager
 def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[list[Lane]]:
     """So many lanes for a layer: kept ones, or new ones."""
-    shapes = tuple(None if w is None else w.shape for w in _tensors(weights).values())
-    kind = (
-        weights.heads, weights.parts, weights.kernel, shapes, weights.w_in.dtype, weights.w_in.device, sum_type,
-    )  # fmt: skip
+    tensors = weights.tensors
     # Where uninitialised memory is filled on purpose, used memory must not come back.
     keep = weights.w_in.device.type == "cpu" and not torch.are_deterministic_algorithms_enabled()
+    if not keep or sum(w.nbytes for w in tensors.values()) > WEIGHT_BYTES:
+        yield [Lane(weights, sum_type) for _ in range(number)]
+        return
+    shapes = tuple((name, w.shape) for name, w in tensors.items())
+    kind = weights.heads, weights.parts, weights.kernel, shapes, weights.w_in.dtype, sum_type
     with _lock:
-        kept = _kept.pop(kind, []) if keep else []
+        kept = _kept.pop(kind, None)
+    if kept is None:
+        with torch.inference_mode(False):
+            copies: dict[str, Any] = {name: torch.empty_like(w) for name, w in tensors.items()}
+        kept = _Kept(dataclasses.replace(weights, **copies), [])
+    for name, copy in kept.weights.tensors.items():
+        copy.copy_(tensors[name])
     # A small graph between large ones needs fewer; the others wait with them.
-    lanes, idle = kept[:number], kept[number:]
-    lanes += [Lane(weights, sum_type) for _ in range(number - len(lanes))]
-    for lane in lanes:
-        lane.load(weights)
-    yield lanes
+    kept.lanes.extend(Lane(kept.weights, sum_type) for _ in range(number - len(kept.lanes)))
+    yield kept.lanes[:number]
     # Not after an error: then nobody knows what is in them.
-    if keep and all([lane.ready_to_keep() for lane in lanes]):
+    if all([lane.ready_to_keep() for lane in kept.lanes]):
         with _lock:
-            _kept[kind] = lanes + idle
+            _kept[kind] = kept
             while len(_kept) > KINDS:
                 _kept.popitem(last=False)
-
-
-def _tensors(weights: Weights) -> dict[str, Tensor | None]:
-    return {name: getattr(weights, name) for name in ("w_in", "b_in", "w_out", "b_out")}

@@ -10,7 +10,7 @@ from randombatch.attention import blocks
 from randombatch.attention.folding import fold, scale_query
 from randombatch.attention.layer import Layer
 from randombatch.attention.layer_block import out_width
-from randombatch.attention.rows import divide_rows
+from randombatch.attention.rows import divide_rows, refuse_tangents
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import signed64
@@ -56,10 +56,11 @@ def projected_attention(
         division: the batches themselves, instead of `seed`, `batch_size`, `ptr`, `batch` and `mask`.
         dropout_p: dropout of the attention weights (softmax only).
         recompute: False keeps projections and softmax weights, N (W + p H) numbers, for the backward pass.
-        block_rows: rows per block (default: from the cache, see `blocks.rows_per_block`).
+        block_rows: rows per block (default: from the cache, see `buffers.rows_per_block`).
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.
     """
+    refuse_tangents(x, in_weight, in_bias, out_weight, out_bias)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     # Blocks are computed in this type, and so are products of weights: no need to round them first.
@@ -82,7 +83,7 @@ def projected_attention(
         options = heads, parts, kernel, dropout_p, block_rows or 0, pieces
         return _InRoom.apply(division, options, recompute, x, in_weight, in_bias, *output)
     if division is not None:
-        seed, batch_size = torch.tensor(signed64(division.seed)), division.batch_size
+        seed, batch_size = torch.tensor(signed64(division.seed), device="cpu"), division.batch_size
         order, ids, ptr = _given(division, x.device)
     assert seed is not None
     out, _ = projected(

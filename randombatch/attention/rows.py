@@ -6,6 +6,7 @@ and types only, `divide_rows` runs inside the operators.
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
@@ -27,7 +28,7 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
             raise TypeError(f"`mask` must be boolean (True = valid), got {mask.dtype}")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"`mask` must be (B, N) = {tuple(x.shape[:2])}, got shape {tuple(mask.shape)}")
-        return None if mask is not None or x.shape[0] == 1 else torch.arange(x.shape[0] + 1) * x.shape[1]
+        return None if mask is not None or x.shape[0] == 1 else torch.arange(x.shape[0] + 1, device="cpu") * x.shape[1]
     if mask is not None:
         raise ValueError("`mask` describes a (B, N, F) input; for (N, F) give `batch` or `ptr`")
     if batch is not None and ptr is not None:
@@ -35,6 +36,16 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
     if batch is not None and (batch.shape != x.shape[:1] or batch.is_floating_point() or batch.dtype == torch.bool):
         raise ValueError(f"`batch` must be {x.shape[0]} integers, got {batch.dtype} of shape {tuple(batch.shape)}")
     return None if ptr is None else torch.as_tensor(ptr)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Forward-mode derivatives pass an operator by without a word: they would come out as zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "random batch attention has no forward-mode derivatives (jvp, jacfwd): use backward, vjp or jacrev"
+        )
 
 
 def divide_rows(

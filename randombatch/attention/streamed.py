@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from randombatch.attention import blocks
+from randombatch.attention import blocks, buffers
 from randombatch.division import Division
 
 
@@ -110,7 +110,7 @@ class _Block:
 
 
 def _stream(
-    scratch: blocks.Scratch,
+    scratch: buffers.Scratch,
     division: Division,
     tables: tuple[_Table, _Table, _Table],
     restriction: Restriction,
@@ -122,7 +122,7 @@ def _stream(
     batch, heads, _, width = q_table.shape
     device = scratch.device
     widest = max(width, v_table.shape[3], min(division.batch_size, division.num_items))
-    budget = blocks.rows_per_block(widest, device)
+    budget = buffers.rows_per_block(widest, device)
     for rows_CP in division.blocks(max(1, budget // (batch * heads)), device):
         leads = max(1, budget // (heads * rows_CP.numel()))
         for first in range(0, batch, leads):
@@ -140,10 +140,10 @@ def _stream(
             yield _Block(rows_CP, lead, softmax)
 
 
-def _gather(scratch: blocks.Scratch, name: str, table: _Table, rows_CP: Tensor, lead: slice, heads: int) -> Tensor:
+def _gather(scratch: buffers.Scratch, name: str, table: _Table, rows_CP: Tensor, lead: slice, heads: int) -> Tensor:
     """A block's rows as `(G, P, width)`, each head repeated for all of the query's that it serves."""
     rows = rows_CP.flatten()
-    taken = blocks.take_rows(scratch, name, table.flat, table.index(rows, lead))
+    taken = buffers.take_rows(scratch, name, table.flat, table.index(rows, lead))
     taken = taken.view(lead.stop - lead.start, table.shape[1], 1, rows.numel(), table.shape[3])
     taken = taken.expand(-1, -1, heads // table.shape[1], -1, -1)
     return taken.reshape(-1, rows_CP.shape[1], table.shape[3])
@@ -170,17 +170,17 @@ def attention(
     `rows` (item -> row) may name some of the rows only; the others come out as zero.
     """
     division = named_division(query.shape[2], seed, batch_size, ptr, rows)
-    out_BHLE = blocks.new_rows(query, *query.shape[:3], value.shape[3], zero=division.num_items < query.shape[2])
+    out_BHLE = buffers.new_rows(query, *query.shape[:3], value.shape[3], zero=division.num_items < query.shape[2])
     restriction = Restriction(
         padding_BL=padding, mask=mask, is_causal=is_causal, self_correction=self_correction, division=division
     )
-    scratch = blocks.Scratch(query.device, blocks.compute_dtype(query.dtype))
+    scratch = buffers.Scratch(query.device, blocks.compute_dtype(query.dtype))
     tables = _Table(query), _Table(key), _Table(value)
     table = _Table(out_BHLE)
     for block in _stream(scratch, division, tables, restriction, dropout_p, scale):
         out_GPE = block.softmax.attend(scratch("out", *block.softmax.v.shape))
         index = table.index(block.rows_CP.flatten(), block.lead)
-        blocks.put_rows(table.flat, index, out_GPE.view(-1, out_GPE.shape[2]))
+        buffers.put_rows(table.flat, index, out_GPE.view(-1, out_GPE.shape[2]))
     return out_BHLE
 
 
@@ -214,24 +214,24 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and (where asked for, else empty) the additive mask."""
     division = named_division(query.shape[2], seed, batch_size, ptr, rows)
-    dq, dk, dv = (blocks.new_rows(x, *x.shape, zero=division.num_items < query.shape[2]) for x in (query, key, value))
+    dq, dk, dv = (buffers.new_rows(x, *x.shape, zero=division.num_items < query.shape[2]) for x in (query, key, value))
     dmask = grad.new_empty(0)
     if mask_grad and mask is not None:
         dmask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
     restriction = Restriction(
         padding_BL=padding, mask=mask, is_causal=is_causal, self_correction=self_correction, division=division
     )
-    scratch = blocks.Scratch(query.device, blocks.compute_dtype(query.dtype))
+    scratch = buffers.Scratch(query.device, blocks.compute_dtype(query.dtype))
     tables = _Table(query), _Table(key), _Table(value)
     grad_table, grad_tables = _Table(grad), (_Table(dq), _Table(dk), _Table(dv))
     for block in _stream(scratch, division, tables, restriction, dropout_p, scale):
         rows_flat, softmax = block.rows_CP.flatten(), block.softmax
-        do_GPE = blocks.take_rows(scratch, "grad", grad_table.flat, grad_table.index(rows_flat, block.lead))
+        do_GPE = buffers.take_rows(scratch, "grad", grad_table.flat, grad_table.index(rows_flat, block.lead))
         parts = scratch("dq", *softmax.q.shape), scratch("dk", *softmax.k.shape), scratch("dv", *softmax.v.shape)
         dlogits = softmax.backward(do_GPE.view_as(softmax.v), *parts)
         parts[0].mul_(scale)
         for table, part in zip(grad_tables, parts, strict=True):
-            blocks.put_rows(table.flat, table.index(rows_flat, block.lead), _sum_groups(part, table, block, rows_flat))
+            buffers.put_rows(table.flat, table.index(rows_flat, block.lead), _sum_groups(part, table, block, rows_flat))
         if mask_grad:
             _add_mask_gradient(dmask, dlogits, block)
     return dq, dk, dv, dmask

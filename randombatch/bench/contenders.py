@@ -1,14 +1,16 @@
 """What is compared: our layer, PyTorch Geometric's linear attentions, full attention, and the floor under ours."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from randombatch import RandomBatchAttention
-from randombatch.attention import blocks
+from randombatch.attention import buffers
 from randombatch.attention.lanes import in_lanes, lanes_for
+from randombatch.attention.layer import blocks_per_piece
 from randombatch.division import Division
 
 
@@ -68,19 +70,19 @@ class Consecutive(Contender):
         layer = RandomBatchAttention(sizes.dim, sizes.heads, sizes.batch_size)
         super().__init__(layer, layer)
         setattr(Division, "order", _in_order)  # noqa: B010
-        setattr(blocks.Rows, "take", _read_in_place)  # noqa: B010
-        setattr(blocks.Rows, "put", _write_in_order)  # noqa: B010
+        setattr(buffers.Rows, "take", _read_in_place)  # noqa: B010
+        setattr(buffers.Rows, "put", _write_in_order)  # noqa: B010
 
 
 def _in_order(self: Division, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
     return torch.arange(start, self.num_items if stop is None else stop, device=device)
 
 
-def _read_in_place(self: blocks.Rows, table: blocks.Rows, index: blocks.Index) -> Tensor:
+def _read_in_place(self: buffers.Rows, table: buffers.Rows, index: buffers.Index) -> Tensor:
     return table.rows[index[0] : index[0] + len(index)]
 
 
-def _write_in_order(self: blocks.Rows, index: blocks.Index, values: blocks.Rows) -> None:
+def _write_in_order(self: buffers.Rows, index: buffers.Index, values: buffers.Rows) -> None:
     self.rows[index[0] : index[0] + len(index)].copy_(values.rows)
 
 
@@ -97,17 +99,27 @@ class Floor(Contender):
         super().__init__(nn.Module(), lambda x: x)
         parts, p = 2 if folded else 3, min(sizes.batch_size, sizes.nodes)
         widest = max(parts * sizes.dim, sizes.heads * p)
-        batches = max(1, blocks.rows_per_block(widest, torch.device("cpu"), threads=1) // p)
+        batches = max(1, buffers.rows_per_block(widest, torch.device("cpu"), threads=1) // p)
         self.repeats = max(1, round(sizes.nodes / (batches * p)))
         lanes = lanes_for(torch.device("cpu"), self.repeats)
         self.blocks = [_Products(sizes.dim, sizes.heads, batches, p, folded) for _ in range(lanes)]
 
     def forward(self, x: Tensor) -> Tensor:
-        in_lanes(iter(range(self.repeats)), [block.forward for block in self.blocks])
+        self._stream(_Products.forward)
         return x
 
     def backward(self, out: Tensor, x: Tensor, grad: Tensor) -> None:
-        in_lanes(iter(range(self.repeats)), [block.backward for block in self.blocks])
+        self._stream(_Products.backward)
+
+    def _stream(self, pass_: Callable[["_Products"], None]) -> None:
+        """In pieces as long as our layer's."""
+        length = blocks_per_piece(self.repeats)
+
+        def compute(block: _Products, first: int) -> None:
+            for _ in range(first, min(first + length, self.repeats)):
+                pass_(block)
+
+        in_lanes(iter(range(0, self.repeats, length)), [functools.partial(compute, block) for block in self.blocks])
 
 
 class _Products:
@@ -127,13 +139,13 @@ class _Products:
         torch.mm(self.x, self.w_in.t(), out=self.projected)
         torch.bmm(self.q, self.k.transpose(1, 2), out=self.weights)
 
-    def forward(self, _: int) -> None:
+    def forward(self) -> None:
         self._attend()
         torch.bmm(self.weights, self.v, out=self.grad)
         if not self.folded:
             torch.mm(self.o, self.w_out.t(), out=self.y)
 
-    def backward(self, _: int) -> None:
+    def backward(self) -> None:
         self._attend()
         if not self.folded:
             torch.bmm(self.weights, self.v, out=self.grad)

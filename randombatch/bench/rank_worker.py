@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
 
-from randombatch.attention.blocks import put_rows
+from randombatch.attention.buffers import put_rows
 from randombatch.attention.recycled import recycle_memory, trim_memory
 from randombatch.data.part import Part, synthetic_part
 from randombatch.data.synthetic import Synthetic

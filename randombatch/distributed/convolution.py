@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows
+from randombatch.attention.buffers import new_rows
 from randombatch.distributed.shard import Flight, Shard, bytes_per_row
 
 # Share of a rank's rows from which on all of them are fetched.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows, put_rows
+from randombatch.attention.buffers import new_rows, put_rows
 from randombatch.attention.rows import divide_rows
 from randombatch.distributed.common import Common
 from randombatch.distributed.shard import Flight, Shard, bytes_per_row

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows, put_rows
+from randombatch.attention.buffers import new_rows, put_rows
 from randombatch.distributed.common import SMALL_BYTES, Common, between
 from randombatch.division import even_bounds
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from randombatch.attention.blocks import Scratch, new_rows
+from randombatch.attention.buffers import Scratch, new_rows
 from randombatch.distributed.shard import Shard
 from randombatch.division import draw_seed
 from randombatch.models.dense_blocks import Backward, Blocks, Spec, affine, layer_norm

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import Scratch, add_product, in_type, new_rows, rows_per_block
+from randombatch.attention.blocks import add_product
+from randombatch.attention.buffers import Scratch, in_type, new_rows, rows_per_block
 from randombatch.distributed.moments import pooled
 from randombatch.distributed.shard import Shard
 from randombatch.models.dropout import dropout_bits, least_kept

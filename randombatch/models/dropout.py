@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import Scratch
+from randombatch.attention.buffers import Scratch
 from randombatch.permutation import fold_in, signed64
 
 _GOLDEN, _MULTIPLIER = signed64(0x9E3779B97F4A7C15), signed64(0xD6E8FEB86659FD93)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import Scratch
+from randombatch.attention.buffers import Scratch
 from randombatch.distributed.shard import Shard
 from randombatch.models.dropout import dropout_bits, lanes_and_scale, least_kept
 

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows
+from randombatch.attention.buffers import new_rows
 
 
 class Adjacency:

@@ -25,7 +25,7 @@ class Draws:
             return [draw_seed()]
         if self.eval_rounds < 1:
             raise ValueError(f"`eval_rounds` must be at least 1, got {self.eval_rounds}")
-        return [torch.tensor(fold_in(self.eval_seed, i)) for i in range(self.eval_rounds)]
+        return [torch.tensor(fold_in(self.eval_seed, i), device="cpu") for i in range(self.eval_rounds)]
 
 
 def mean(results: list[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from randombatch.attention import blocks
+from randombatch.attention import buffers
 from randombatch.attention.rows import check_rows, divide_rows
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
@@ -111,7 +111,7 @@ class _Streamed(torch.autograd.Function):
                 y_BPF = _checked(function(x_BPF), x_BPF)
             if out_NF is None:
                 out_NF = _results(division, y_BPF, y_BPF.shape[2], len(x_NF))
-            blocks.put_rows(out_NF, division.home_of(rows), y_BPF.reshape(-1, y_BPF.shape[2]))
+            buffers.put_rows(out_NF, division.home_of(rows), y_BPF.reshape(-1, y_BPF.shape[2]))
         return out_NF
 
     @staticmethod
@@ -132,7 +132,7 @@ class _Streamed(torch.autograd.Function):
             if dx_BPF is None:
                 dx_NF[home] = 0
             else:
-                blocks.put_rows(dx_NF, home, dx_BPF.reshape(-1, x_NF.shape[1]))
+                buffers.put_rows(dx_NF, home, dx_BPF.reshape(-1, x_NF.shape[1]))
         if ctx.division.room is not None:
             dx_NF = x_NF.new_zeros(1, 1).expand_as(x_NF)  # a token, see `GivenBatches`
         gradients = iter(sums)
@@ -143,12 +143,12 @@ def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: 
     """Rows to be filled, those that are not divided with zero."""
     if division.room is not None:
         return division.room(width, like.dtype)
-    return blocks.new_rows(like, rows, width, zero=division.num_items < rows)
+    return buffers.new_rows(like, rows, width, zero=division.num_items < rows)
 
 
 def _blocks(x_NF: Tensor, division: Division | GivenBatches) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Number, rows and stacked input of each block."""
-    size = blocks.rows_per_block(ARRAYS_OF_A_MODULE * x_NF.shape[1], x_NF.device)
+    size = buffers.rows_per_block(ARRAYS_OF_A_MODULE * x_NF.shape[1], x_NF.device)
     for number, rows_BP in enumerate(division.blocks(size, x_NF.device), start=division.first):
         rows = rows_BP.flatten()
         yield number, rows, x_NF.detach().index_select(0, rows).view(*rows_BP.shape, x_NF.shape[1])

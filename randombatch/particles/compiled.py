@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows
+from randombatch.attention.buffers import new_rows
 from randombatch.particles.batches import layout
 from randombatch.particles.kernels import (
     Attention,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import new_rows, rows_per_block
+from randombatch.attention.buffers import new_rows, rows_per_block
 from randombatch.particles.batches import division_blocks, layout, pick_blocks
 from randombatch.particles.compiled import CompiledStep, obstacle
 from randombatch.particles.steppers import STEPPERS, Stepper

@@ -1,16 +1,19 @@
 """Blocks side by side: in order, alike for any number of threads, and nothing left behind by an error or a call."""
 
+import contextlib
+import functools
 import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from randombatch import RandomBatchAttention
-from randombatch.attention import layer_lane
+from randombatch.attention import lanes, layer, layer_lane
 from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.attention.projected import projected_attention
 from tests.attention.test_projected import assert_same
@@ -20,22 +23,33 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
+    if lanes._parallel() is None:
+        pytest.skip("torch has no OpenMP that could be asked for threads")
     torch.set_num_threads(3)
     assert lanes_for(CPU, 100) == 3
     yield
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What nobody holds goes at once, or not at all."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_every_piece_once_and_results_in_order(lanes: int) -> None:
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_every_piece_once_and_results_in_order(number: int) -> None:
     def square(i: int) -> int:
         # Later pieces are done sooner.
         a = torch.ones(200 - i, 200)
         return int((a @ a.t())[0, 0]) // 200 * i * i
 
     results: list[int] = []
-    in_lanes(iter(range(100)), [square] * lanes, results.append)
+    in_lanes(iter(range(100)), [square] * number, results.append)
     assert results == [i * i for i in range(100)]
 
 
@@ -76,11 +90,55 @@ def test_an_error_reaches_the_caller_and_stops_the_others(where: str, error: typ
     assert results == list(range(10))
 
 
+def test_an_interrupt_before_the_callback_can_catch_it_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ctypes then prints it and goes on, as if the callback had done its work."""
+    monkeypatch.setattr(lanes, "_parallel", lambda: lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        in_lanes(iter(range(10)), [abs] * 2)
+
+
+class Result:
+    """Something that a weak reference can be asked about."""
+
+
+@pytest.mark.usefixtures("three_threads", "no_collector")
+@pytest.mark.parametrize("fails", [False, True])
+def test_results_go_with_the_call(fails: bool) -> None:
+    made = []
+
+    def compute(i: int) -> Result:
+        result = Result()
+        made.append(weakref.ref(result))
+        if fails and i > 20:
+            raise ValueError("here")
+        return result
+
+    totals = Result()
+    made.append(weakref.ref(totals))
+    with pytest.raises(ValueError, match="here") if fails else contextlib.nullcontext():
+        in_lanes(iter(range(30)), [compute] * 3, functools.partial(setattr, totals, "last"))
+    del totals
+    assert len(made) > 20
+    assert not any(ref() for ref in made)
+
+
+@pytest.mark.usefixtures("three_threads")
 def test_one_lane_where_there_is_nothing_to_share() -> None:
-    torch.set_num_threads(3)
     assert lanes_for(CPU, 1) == lanes_for(CPU, 0) == lanes_for(torch.device("cuda"), 100) == 1
+    torch.set_num_threads(16)
+    assert lanes_for(CPU, 16) == 1, "8 lanes leave half of the threads idle"
+    assert lanes_for(CPU, 18) == 9
     torch.set_num_threads(1)
     assert lanes_for(CPU, 100) == 1
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(("batch_size", "expected"), [(50, 3), (3000, 1)])
+def test_a_large_batch_is_one_block(batch_size: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(layer, "in_lanes", lambda pieces, which, collect: used.append(len(which)))
+    RandomBatchAttention(8, batch_size=batch_size, block_rows=100)(torch.randn(3000, 8))
+    assert used == [expected]
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -101,21 +159,21 @@ def test_lanes_read_nothing_that_was_not_written() -> None:
     assert_same(301, 7, 2, "sgformer", True, block_rows=20)
 
 
-def step(threads: int, x: Tensor, layer: RandomBatchAttention) -> list[Tensor]:
+def step(threads: int, x: Tensor, module: RandomBatchAttention) -> list[Tensor]:
     torch.set_num_threads(threads)
     torch.manual_seed(5)
-    out = layer(x)
-    return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+    out = module(x)
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
 
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_any_number_of_threads_gives_the_same_numbers(heads: int) -> None:
-    """Blocks and pieces are the same, and so is the order in which sums are added up."""
+    """Where there are blocks enough for all: pieces are the same, and so is the order in which sums are added up."""
     x = torch.randn(20_000, 32, requires_grad=True)
-    layer = RandomBatchAttention(32, heads, 50, block_rows=1000)
-    alone = step(1, x, layer)
+    module = RandomBatchAttention(32, heads, 50, block_rows=1000)
+    alone = step(1, x, module)
     for threads in (2, 3):
-        for a, b in zip(alone, step(threads, x, layer), strict=True):
+        for a, b in zip(alone, step(threads, x, module), strict=True):
             assert torch.equal(a, b)
     torch.set_num_threads(1)
 
@@ -126,13 +184,13 @@ def test_what_is_kept_from_one_call_does_not_reach_the_next() -> None:
     for n, options in ((301, {"dropout_p": 0.5}), (301, {}), (44, {}), (301, {"recompute": False}), (301, {})):
         assert_same(n, 7, 1, "softmax", False, block_rows=20, **options)  # new weights each time
     assert len(layer_lane._kept) == 1
-    (lanes,) = layer_lane._kept.values()
-    first = lanes[0]
+    (kept,) = layer_lane._kept.values()
+    before = list(kept.lanes)
     assert_same(301, 7, 1, "softmax", False, block_rows=20)
-    assert first in next(iter(layer_lane._kept.values()))
     assert_same(30, 7, 1, "softmax", False, block_rows=20)  # a single lane
-    assert first in next(iter(layer_lane._kept.values()))
-    assert len(next(iter(layer_lane._kept.values()))) == 3
+    (kept,) = layer_lane._kept.values()
+    assert kept.lanes == before
+    assert len(before) == 3
 
 
 def test_few_lanes_are_kept_and_none_that_are_large() -> None:
@@ -141,18 +199,37 @@ def test_few_lanes_are_kept_and_none_that_are_large() -> None:
         RandomBatchAttention(width, batch_size=16)(torch.randn(100, width))
     assert len(layer_lane._kept) == layer_lane.KINDS
     layer_lane._kept.clear()
-    RandomBatchAttention(4, batch_size=3000)(torch.randn(3000, 4))
+    RandomBatchAttention(4, batch_size=3000)(torch.randn(3000, 4))  # weights of a block
+    RandomBatchAttention(1024, 4, batch_size=8)(torch.randn(16, 1024))  # weights of the layer
     assert not layer_lane._kept
 
 
-def test_a_call_keeps_nothing_of_the_callers() -> None:
-    layer = RandomBatchAttention(8, batch_size=16)
-    x = torch.randn(100, 8)
-    layer(x)
-    gone = weakref.ref(x)
-    del x
-    gc.collect()
-    assert gone() is None
+@pytest.mark.usefixtures("three_threads", "no_collector")
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_call_keeps_nothing_of_the_callers(heads: int) -> None:
+    module = RandomBatchAttention(8, heads, batch_size=16, block_rows=20)
+    x = torch.randn(200, 8, requires_grad=True)
+    module(x).sum().backward()
+    gone = weakref.ref(x), weakref.ref(module.in_proj_weight)
+    del x, module
+    assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_a_backward_pass_under_autocast_is_as_exact_as_without(kernel: str, threads: int) -> None:
+    """Autocast is a thread's own: blocks of one lane would be computed in half precision."""
+    torch.set_num_threads(threads)
+    x = torch.randn(500, 8, requires_grad=True)
+    weights = [torch.randn(s, requires_grad=True) for s in ((24, 8), (24,), (8, 8), (8,))]
+    out = projected_attention(x, *weights, torch.tensor(3), 7, heads=2, kernel=kernel, block_rows=20)
+    grad = torch.randn_like(out)
+    plain = torch.autograd.grad(out, [x, *weights], grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = torch.autograd.grad(out, [x, *weights], grad)
+    torch.set_num_threads(1)
+    for a, b in zip(plain, under, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_small_graphs_under_a_large_batch_size_take_little_memory() -> None:
@@ -165,13 +242,17 @@ def test_small_graphs_under_a_large_batch_size_take_little_memory() -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_inference_and_training_take_turns() -> None:
+@pytest.mark.parametrize("n", [10, 400])  # fewer rows are not folded
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": 2}, {"kernel": "sgformer"}, {"kernel": "sgformer", "heads": 2}, {"dropout_p": 0.5}]
+)
+def test_inference_and_training_take_turns(options: dict[str, Any], n: int) -> None:
     layer_lane._kept.clear()
-    x = torch.randn(400, 8, dtype=torch.float64)
+    x = torch.randn(n, 8, dtype=torch.float64)
     weights = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((24, 8), (24,), (8, 8), (8,))]
 
     def run(recompute: bool) -> Tensor:
-        return projected_attention(x, *weights, torch.tensor(3), 7, block_rows=20, recompute=recompute)
+        return projected_attention(x, *weights, torch.tensor(3), 7, block_rows=20, recompute=recompute, **options)
 
     with torch.inference_mode():
         inferred = run(True), run(False)

@@ -8,7 +8,7 @@ import torch
 
 from randombatch import RandomBatchAttention
 from randombatch.attention import recycled
-from randombatch.attention.blocks import new_rows
+from randombatch.attention.buffers import new_rows
 from randombatch.attention.recycled import LEAST_BYTES, Recycler, recycle_memory
 
 MB = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import Scratch
+from randombatch.attention.buffers import Scratch
 from randombatch.models import dense, dense_blocks
 from randombatch.models.dense import Dense, dropout_bits
 

@@ -9,14 +9,14 @@ from sgformer_oracle import OPTIONS, C, D, F, build, check_oracle, graph
 from torch import nn
 from torch_geometric.nn.models import SGFormer as PeerSGFormer
 
-from randombatch.attention import blocks
+from randombatch.attention import buffers
 from randombatch.models import ATTENTIONS, SGFormer, dense_blocks
 from randombatch.models.global_attention import GlobalAttention
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, dense_blocks):
+    for module in (buffers, dense_blocks):
         monkeypatch.setattr(module, "rows_per_block", lambda width, device, threads=None: 7)
 
 

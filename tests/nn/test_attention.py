@@ -188,6 +188,26 @@ def test_autocast_and_half(heads: int) -> None:
     assert half.in_proj_weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_default_device_is_for_new_tensors_only(training: bool) -> None:
+    """Seeds and boundaries stay on the CPU: elsewhere the operator would follow them."""
+    layer = RandomBatchAttention(8, batch_size=4).train(training)
+    for shape in ((50, 8), (3, 20, 8)):
+        x = torch.randn(shape)
+        torch.manual_seed(1)
+        expected = layer(x)
+        torch.manual_seed(1)
+        with torch.device("meta"):
+            assert torch.equal(layer(x), expected)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    layer, x = RandomBatchAttention(8, batch_size=4), torch.randn(50, 8)
+    for function in (layer, lambda x: rb.random_batch_attention(x, x, x, 4)):
+        with pytest.raises(NotImplementedError, match="use backward"):
+            torch.func.jvp(function, (x,), (x,))
+
+
 def test_nothing_and_one() -> None:
     layer = RandomBatchAttention(8, 2, 4)
     assert layer(torch.randn(0, 8)).shape == (0, 8)
