@@ -9,7 +9,7 @@ from torch import Tensor
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
 
-__all__ = ["Division", "check_batch_size", "draw_seed", "even_bounds", "fold_in", "orders"]
+__all__ = ["Division", "check_batch_size", "check_ptr", "draw_seed", "even_bounds", "fold_in", "orders"]
 
 # Positions turned into items at a time: as many as torch looks up in one thread, while others compute.
 SPAN = 32768
@@ -75,7 +75,7 @@ class Division:
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         # What operators are given: a compiled graph takes another seed without being compiled anew.
         self.key = torch.tensor(signed64(seed), device="cpu")
-        self.ptr = None if ptr is None else _check_ptr(ptr, num_items)
+        self.ptr = None if ptr is None else check_ptr(ptr, num_items)
         self.rows: Tensor | None = None
 
     @classmethod
@@ -130,7 +130,7 @@ class Division:
 
     def position(self, items: Tensor) -> Tensor:
         """Where each item stands in `order`: its inverse. Any shape."""
-        items = self._items_of(items)
+        items = self.items_of(items)
         if self.ptr is None:
             return self._permutation(self.num_items, items.device).positions(items.flatten()).view_as(items)
         if not items.numel():
@@ -177,7 +177,7 @@ class Division:
 
     def graph_of(self, items: Tensor) -> Tensor:
         """The number of the graph that each item is in (0 without `ptr`). Any shape."""
-        return self._graph_of(self._items_of(items))[0]
+        return self._graph_of(self.items_of(items))[0]
 
     def blocks(self, max_items: int, device: torch.device | None = None) -> Iterator[Tensor]:
         """All batches, those of equal size stacked: int64 `(n, s)` of items with n * s <= max_items (n >= 1).
@@ -306,8 +306,8 @@ class Division:
         rows, items = self.rows.sort()
         return rows, items
 
-    def _items_of(self, rows: Tensor) -> Tensor:
-        """Items that are these rows (the rows themselves unless `on_rows` said otherwise)."""
+    def items_of(self, rows: Tensor) -> Tensor:
+        """Items that are these rows (the rows themselves unless `on_rows` said otherwise). Any shape."""
         rows = torch.as_tensor(rows)
         if rows.is_floating_point() or rows.dtype == torch.bool:
             raise TypeError(f"items must be integers, got {rows.dtype}")
@@ -340,8 +340,9 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _check_ptr(ptr: Tensor, num_items: int) -> Tensor:
-    ptr = torch.as_tensor(ptr, device="cpu").detach()
+def check_ptr(ptr: Tensor, num_items: int) -> Tensor:
+    """A copy on the CPU; refuses boundaries that do not rise from 0 to the number of items."""
+    ptr = torch.as_tensor(ptr, device="cpu").detach().clone()
     if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
         raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
     ptr = ptr.long()

@@ -16,6 +16,7 @@ Below `SORTED_BELOW` items a network over so few points is not close enough to u
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -43,9 +44,9 @@ def fold_in(seed: int, *data: int) -> int:
     The order of the integers and their number matter: `fold_in(s, 1, 2)`, `fold_in(s, 2, 1)` and `fold_in(s, 1)` all
     differ.
     """
-    state = _mix((int(seed) + _GOLDEN) & _MASK64)
+    state = _mix((operator.index(seed) + _GOLDEN) & _MASK64)
     for value in data:
-        state = _mix(((state + _GOLDEN) & _MASK64) ^ _mix(int(value) & _MASK64))
+        state = _mix(((state + _GOLDEN) & _MASK64) ^ _mix(operator.index(value) & _MASK64))
     return state >> 1
 
 

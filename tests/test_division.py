@@ -248,6 +248,14 @@ def test_bad_boundaries(ptr: list) -> None:
         Division(10, 2, 0, ptr=torch.tensor(ptr))
 
 
+def test_is_not_changed_by_what_happens_to_its_boundaries() -> None:
+    ptr = torch.tensor([0, 40, 100])
+    division = Division(100, 7, 1, ptr=ptr)
+    before = division.order()
+    ptr[1] = 20
+    assert torch.equal(division.order(), before)
+
+
 def test_bad_items_and_rows() -> None:
     with pytest.raises(ValueError, match="no such item: 10"):
         Division(10, 2, 0).position(torch.tensor([3, 10]))

@@ -48,6 +48,12 @@ def test_the_order_of_fewer_items_is_the_order_restricted() -> None:
     assert torch.equal(sorted_order(20, 11), order[order < 20])
 
 
+def test_fold_in_takes_integers_only() -> None:
+    assert fold_in(1, torch.tensor(2)) == fold_in(1, 2)
+    with pytest.raises(TypeError, match="float"):
+        fold_in(1, 0.5)
+
+
 def test_fold_in_tells_order_and_number_of_its_data_apart() -> None:
     seeds = {fold_in(s, *data) for s in range(50) for data in [(), (0,), (0, 0), (1,), (0, 1), (1, 0), (1, 0, 0)]}
     assert len(seeds) == 50 * 7

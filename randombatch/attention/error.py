@@ -58,8 +58,8 @@ def estimate_error(
     """
     batch_sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
     q, k, v = (x.detach().flatten(0, 1) for x in _canonical(query, key, value, False))
-    if sample < 2 or rounds < 1:
-        raise ValueError(f"`sample` must be at least 2 and `rounds` at least 1, got {sample} and {rounds}")
+    if not isinstance(sample, int) or not isinstance(rounds, int) or sample < 2 or rounds < 1:
+        raise ValueError(f"`sample` must be an int of at least 2 and `rounds` of at least 1, got {sample} and {rounds}")
     length = q.shape[1]
     if not q.numel():
         raise ValueError("there is nothing to estimate from an empty input")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from randombatch.attention.rows import refuse_tangents
+from randombatch.attention.rows import autocast_type, refuse_tangents
 from randombatch.attention.streamed import attention
 from randombatch.division import Division, check_batch_size, draw_seed
 
@@ -28,9 +28,9 @@ def random_batch_attention(
 ) -> Tensor:
     """Attention inside each batch of a random division of the L items: softmax(scale q k' + mask) v, batch by batch.
 
-    `torch.nn.functional.scaled_dot_product_attention` on `(..., L, E)` with one division for all leading dimensions;
-    row i in is row i out. Time O(L p E), and only the inputs are kept for the backward pass: extra memory is a few
-    blocks, whatever L is. Half precision is computed in float32 block by block.
+    `torch.nn.functional.scaled_dot_product_attention` on `(..., L, E)` with one division for all leading dimensions,
+    which must agree; row i in is row i out. Time O(L p E), and only the inputs are kept for the backward pass: extra
+    memory is a few blocks, whatever L is. Half precision is computed in float32 block by block.
 
     Args:
         query: `(..., L, E)`.
@@ -56,17 +56,17 @@ def random_batch_attention(
     """
     query_BHLD, key_BKLD, value_BKLE = _canonical(query, key, value, enable_gqa)
     length = query.shape[-2]
-    seed, batch_size, ptr, rows = _resolve(length, batch_size, division, generator)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"`dropout_p` must lie in [0, 1], got {dropout_p}")
+    _check_options(dropout_p, scale, is_causal, self_correction, generator)
     padding = _padding(key_padding_mask, query, query_BHLD.shape[0])
     mask = _mask(attn_mask, query, query_BHLD)
+    # At last: a call that is refused must not have drawn anything.
+    seed, batch_size, ptr, rows = _resolve(length, batch_size, division, generator)
     if query_BHLD.numel() == 0 or value.numel() == 0:
         # Nothing to compute, but the result stays connected to its inputs.
         return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * (query.sum() + key.sum() + value.sum())
     refuse_tangents(query, key, value, mask)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_type(query)
+    if dtype is not None:
         query_BHLD, key_BKLD, value_BKLE = (x.to(dtype) for x in (query_BHLD, key_BKLD, value_BKLE))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     out_BHLE = attention(
@@ -74,6 +74,21 @@ def random_batch_attention(
         is_causal, self_correction, float(dropout_p), float(scale),
     )  # fmt: skip
     return out_BHLE.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _check_options(
+    dropout_p: float, scale: float | None, is_causal: bool, self_correction: bool, generator: torch.Generator | None
+) -> None:
+    for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+        if not isinstance(number, int | float | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"`{name}` must be a number, got {type(number).__name__} {number!r}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"`dropout_p` must lie in [0, 1], got {dropout_p}")
+    for name, flag in (("is_causal", is_causal), ("self_correction", self_correction)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` must be True or False, got {flag!r}")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,11 +99,13 @@ def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
             raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
         if not x.is_floating_point():
             raise TypeError(f"`{name}` must hold floating-point numbers, got {x.dtype}: convert it first")
+        if x.layout != torch.strided:
+            raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
         if x.dim() < 2:
             raise ValueError(f"`{name}` must be (..., L, E), got shape {tuple(x.shape)}")
         if x.device != query.device:
             raise ValueError(f"`{name}` is on {x.device} but `query` on {query.device}: move them to one device")
-        if x.dtype != query.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != query.dtype and autocast_type(x) is None:
             raise TypeError(f"`{name}` is {x.dtype} but `query` is {query.dtype}: convert them to one type")
     if key.shape[-2] != query.shape[-2] or value.shape[-2] != query.shape[-2]:
         raise ValueError(

@@ -16,6 +16,7 @@ from randombatch.attention.buffers import Index, Rows, as_index
 from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.attention.layer_block import LayerBlock, Sums, Weights
 from randombatch.attention.layer_lane import Lane, lanes_of
+from randombatch.attention.rows import without_autocast
 from randombatch.division import Division, even_bounds
 from randombatch.given_batches import GivenBatches
 
@@ -142,8 +143,10 @@ class Layer:
         pieces = self._pieces(num_blocks)
         begin = list(itertools.islice(pieces, 1))
         # Other threads than this one do not know of autocast.
-        unchanged = torch.autocast(self.x.device.type, enabled=False)
-        with unchanged, lanes_of(self.weights, self.sum_type, lanes_for(self.x.device, num_blocks)) as lanes:
+        with (
+            without_autocast(self.x),
+            lanes_of(self.weights, self.sum_type, lanes_for(self.x.device, num_blocks)) as lanes,
+        ):
             # The usual block beforehand: where two threads do many short operations, each waits for Python's lock.
             for lane, (_, rows_CP) in itertools.product(lanes, begin[0][:1] if begin else []):
                 lane.prepare(*rows_CP.shape, backward=collect is not None)

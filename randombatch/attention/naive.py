@@ -54,7 +54,7 @@ def naive_attention(
         weights = logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
         if dropout_p:
             numbers = torch.arange(batch * heads)
-            keep = dropout_scale(i[None], numbers, dropout_p, division.seed, weights.dtype)
+            keep = dropout_scale(division.items_of(i)[None], numbers, dropout_p, division.seed, weights.dtype)
             weights = weights * keep.view_as(weights)
         out[:, :, i] = weights @ value[:, :, i]
         start += size

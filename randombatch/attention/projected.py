@@ -10,7 +10,13 @@ from randombatch.attention import blocks
 from randombatch.attention.folding import fold, scale_query
 from randombatch.attention.layer import Layer
 from randombatch.attention.layer_block import out_width
-from randombatch.attention.rows import divide_rows, refuse_tangents
+from randombatch.attention.rows import (
+    autocast_type,
+    divide_rows,
+    refuse_second_derivatives,
+    refuse_tangents,
+    without_autocast,
+)
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import signed64
@@ -61,15 +67,14 @@ def projected_attention(
             altogether; given batches have their own.
     """
     refuse_tangents(x, in_weight, in_bias, out_weight, out_bias)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(autocast_type(x) or x.dtype)
     # Blocks are computed in this type, and so are products of weights: no need to round them first.
     dtype = blocks.compute_dtype(x.dtype)
     in_weight, out_weight = in_weight.to(dtype), out_weight.to(dtype)
     in_bias, out_bias = (None if b is None else b.to(dtype) for b in (in_bias, out_bias))
     parts = 3
     output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if kernel == "softmax":
             in_weight, in_bias = scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
         # Folding costs a few products of weights, which pay from about as many rows as there are features on. All ranks
@@ -205,6 +210,7 @@ def _backward(ctx, grad, _):
 
 
 projected.register_autograd(_backward, setup_context=_setup)
+projected_backward.register_autograd(refuse_second_derivatives)
 
 
 class _InRoom(torch.autograd.Function):

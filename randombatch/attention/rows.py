@@ -4,11 +4,14 @@ Two steps, because the first may run inside a compiled graph and the second read
 and types only, `divide_rows` runs inside the operators.
 """
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from randombatch.division import Division
+from randombatch.division import Division, check_ptr
 from randombatch.given_batches import GivenBatches
 
 
@@ -19,6 +22,10 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
     for name, given in (("mask", mask), ("batch", batch)):
         if given is not None and not isinstance(given, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(given).__name__}")
+        if given is not None and given.device != x.device:
+            raise ValueError(f"`{name}` is on {given.device} but `x` on {x.device}: move it there")
+    if isinstance(ptr, Tensor) and ptr.device.type not in ("cpu", x.device.type):
+        raise ValueError(f"`ptr` is on {ptr.device} but `x` on {x.device}: move it there, or to the CPU")
     if x.dim() not in (2, 3):
         raise ValueError(f"`x` must be (N, F) or (B, N, F), got shape {tuple(x.shape)}")
     if x.dim() == 3:
@@ -35,7 +42,26 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
         raise ValueError("give `batch` or `ptr`, not both: they say the same")
     if batch is not None and (batch.shape != x.shape[:1] or batch.is_floating_point() or batch.dtype == torch.bool):
         raise ValueError(f"`batch` must be {x.shape[0]} integers, got {batch.dtype} of shape {tuple(batch.shape)}")
-    return None if ptr is None else torch.as_tensor(ptr)
+    if ptr is None or torch.compiler.is_compiling():
+        return ptr
+    return check_ptr(ptr, x.shape[0])
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """The type that autocast would have x in; None where it is off, or where there is none ("meta")."""
+    kind = x.device.type
+    available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if available else None
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+
+
+def refuse_second_derivatives(ctx: Any, *_: Tensor) -> None:
+    """Of an operator that computes first ones."""
+    raise NotImplementedError("random batch attention has no second derivatives: leave `create_graph` off")
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from randombatch.attention import blocks, buffers
+from randombatch.attention.rows import refuse_second_derivatives
 from randombatch.division import Division
 
 
@@ -135,7 +136,8 @@ def _stream(
             softmax.weigh(bias, (lead.stop - first, heads, len(rows_CP)))
             if dropout_p:
                 numbers = torch.arange(first * heads, lead.stop * heads, device=device)
-                keep = blocks.dropout_scale(rows_CP, numbers, dropout_p, division.seed, scratch.dtype)
+                items_CP = rows_CP if division.rows is None else division.items_of(rows_CP)
+                keep = blocks.dropout_scale(items_CP, numbers, dropout_p, division.seed, scratch.dtype)
                 softmax.drop(keep.view_as(softmax.weights))
             yield _Block(rows_CP, lead, softmax)
 
@@ -277,3 +279,4 @@ def _backward(ctx, grad):
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+attention_backward.register_autograd(refuse_second_derivatives)

@@ -39,10 +39,15 @@ class Settings:
         unknown = set(self.peers) - set(PEERS)
         if unknown:
             raise ValueError(f"unknown peer {sorted(unknown)[0]!r}: known are {', '.join(PEERS)}")
-        if min(self.nodes, self.dim, self.heads, self.threads, self.turns) < 1 or self.dim % self.heads:
-            raise ValueError("nodes, dim, heads, threads and turns must be positive, and dim a multiple of heads")
+        for name in ("nodes", "dim", "heads", "threads", "turns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % self.heads:
+            raise ValueError(f"--dim must be a multiple of --heads, got {self.dim} and {self.heads}")
         if self.batch_size < 2:
-            raise ValueError(f"the batch size must be at least 2, got {self.batch_size}")
+            raise ValueError(f"--batch-size must be at least 2, got {self.batch_size}")
+        if min(self.scaling, default=1) < 1:
+            raise ValueError(f"--scaling must hold numbers of nodes, got {min(self.scaling)}")
 
     def worker(self, contender: str, **changes: Any) -> dict[str, Any]:
         names = ("nodes", "dim", "heads", "batch_size", "threads")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from randombatch.attention.projected import KERNELS, projected_attention
-from randombatch.attention.rows import check_rows
+from randombatch.attention.rows import autocast_type, check_rows
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import Division, check_batch_size
@@ -32,8 +32,11 @@ class RandomBatchAttention(Draws, nn.Module):
             o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) over a batch of s, for each head.
         recompute: False keeps projections and softmax weights, up to N (3 F + p H) numbers, for the backward pass.
         block_rows: rows per block; default: from the size of the cache (CPU) or a byte budget (accelerators).
+        eval_seed: names the divisions of `eval()`, which are fixed ones. Give the layers of a stack different numbers,
+            or call `convert(model, batch_size)`, which numbers them: layers of one number divide alike, and items of
+            different batches never meet.
 
-    `eval_rounds` and `eval_seed` (see `Draws`) may be set on the module: in `eval()` the divisions are fixed ones.
+    `eval_rounds` (see `Draws`) may be set on the module.
     """
 
     def __init__(
@@ -47,13 +50,17 @@ class RandomBatchAttention(Draws, nn.Module):
         kernel: str = "softmax",
         recompute: bool = True,
         block_rows: int | None = None,
+        eval_seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_batch_size(batch_size)
-        if not isinstance(embed_dim, int) or not isinstance(num_heads, int):
-            raise TypeError(f"`embed_dim` and `num_heads` must be ints, got {embed_dim!r} and {num_heads!r}")
+        for name, given in (("embed_dim", embed_dim), ("num_heads", num_heads), ("block_rows", block_rows)):
+            if isinstance(given, bool) or not isinstance(given, int | None):
+                raise TypeError(f"`{name}` must be an int, got {given!r}")
+        if block_rows is not None and block_rows < 1:
+            raise ValueError(f"`block_rows` must be at least 1, got {block_rows}")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"`embed_dim` must be a multiple of `num_heads`, got {embed_dim} and {num_heads}")
         if kernel not in KERNELS:
@@ -64,7 +71,7 @@ class RandomBatchAttention(Draws, nn.Module):
             raise ValueError("the sgformer kernel never forms weights that could be dropped: set `dropout` to 0")
         self.embed_dim, self.num_heads, self.batch_size = embed_dim, num_heads, batch_size
         self.dropout, self.kernel = dropout, kernel
-        self.recompute, self.block_rows = recompute, block_rows
+        self.recompute, self.block_rows, self.eval_seed = recompute, block_rows, eval_seed
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
         if bias:
             self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, device=device, dtype=dtype))
@@ -107,7 +114,7 @@ class RandomBatchAttention(Draws, nn.Module):
         ptr = check_rows(x, mask, batch, ptr) if shard is None else check_shard(x, mask, batch, ptr, shard)
         if x.shape[-1] != self.embed_dim:
             raise ValueError(f"`x` must have `embed_dim` = {self.embed_dim} features, got shape {tuple(x.shape)}")
-        if x.dtype != self.in_proj_weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != self.in_proj_weight.dtype and autocast_type(x) is None:
             raise TypeError(
                 f"`x` is {x.dtype} but the layer's weights are {self.in_proj_weight.dtype}: convert one of them"
             )

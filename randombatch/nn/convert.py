@@ -28,8 +28,9 @@ def convert(
 
     Known attention: PyTorch Geometric's `SGFormerAttention`, `PolynormerAttention` and `PerformerAttention` (so
     `SGFormer`, `Polynormer`, `GPSConv`), `nn.MultiheadAttention` (so `nn.TransformerEncoder`, `GPSConv`), and Hugging
-    Face encoders. State dicts keep their names. The first forward afterwards checks that every replaced attention was
-    really called and raises if one was skipped. With `batch_size` >= N the model computes what it did before.
+    Face encoders. State dicts keep their names. The first forward afterwards raises if no replaced attention was
+    called, the first in `eval()` if one was not (in training a model may drop layers). With `batch_size` >= N the model
+    computes what it did before, except where PyTorch Geometric's linear attentions left padded keys in denominators.
     Convert a model as a whole: it numbers the layers, so that they divide differently in `eval()`; layers converted one
     by one, or copied afterwards, divide alike there unless their `eval_seed` is set.
 
@@ -69,6 +70,9 @@ def convert(
     options: dict[str, Any] = {"batch_size": batch_size, "eval_rounds": eval_rounds}
     for module in ours.values():
         module.batch_size, module.eval_rounds = batch_size, eval_rounds
+    if len({module.eval_seed for module in ours.values()}) < len(ours):
+        for number, module in enumerate(ours.values(), start=len(targets)):
+            module.eval_seed = number
     if self_correction:
         options["self_correction"] = True
     proof = _Proof()

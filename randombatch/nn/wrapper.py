@@ -29,14 +29,15 @@ class RandomBatch(Draws, nn.Module):
     Args:
         module: maps `(B, n, F)` to `(B, n, F')`; a `mask` argument is never used.
         batch_size: p >= 2; p >= N is the module itself on each graph.
+        eval_seed: names the divisions of `eval()`; different ones for layers of a stack, see `RandomBatchAttention`.
     """
 
-    def __init__(self, module: nn.Module, batch_size: int) -> None:
+    def __init__(self, module: nn.Module, batch_size: int, *, eval_seed: int = 0) -> None:
         super().__init__()
         check_batch_size(batch_size)
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, got {type(module).__name__}")
-        self.module, self.batch_size = module, batch_size
+        self.module, self.batch_size, self.eval_seed = module, batch_size, eval_seed
 
     def reset_parameters(self) -> None:
         """Reset the wrapped module, under either of the names PyTorch Geometric uses."""
@@ -90,7 +91,8 @@ def apply_in_batches(
     flat = x.reshape(-1, x.shape[-1])
     if not len(flat):
         like, width = _kind(function, x)
-        return like.new_zeros(*x.shape[:-1], width)
+        # Nothing to compute, but the result stays connected to its inputs.
+        return like.new_zeros(*x.shape[:-1], width) + 0 * sum((p.sum() for p in parameters), x.sum())
     results = []
     for seed in draws.seeds():
         results.append(compute(flat, divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)))
@@ -115,8 +117,13 @@ class _Streamed(torch.autograd.Function):
         return out_NF
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_NF):
+        # With `create_graph` the gradients would otherwise be constants of a second derivative, without a word.
+        return _Streamed.gradients(ctx, grad_NF.detach().requires_grad_(torch.is_grad_enabled()))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def gradients(ctx, grad_NF):
         x_NF, *parameters = ctx.saved_tensors
         wanted = [p for p in parameters if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)

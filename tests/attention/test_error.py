@@ -109,7 +109,7 @@ def test_corners() -> None:
 
 def test_bad_arguments() -> None:
     qkv = random_inputs()
-    with pytest.raises(ValueError, match="`sample` must be at least 2"):
+    with pytest.raises(ValueError, match="`sample` must be an int of at least 2"):
         estimate_error(*qkv, [16], sample=1)
     with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
         estimate_error(*qkv, [1])

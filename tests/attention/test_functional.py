@@ -224,9 +224,11 @@ def test_permuting_items_with_their_ids_permutes_the_output_exactly() -> None:
     qkv = inputs(5003, dtype=torch.float32)
     division = Division(5003, 64, 9)
     ids = torch.randperm(5003)
-    out = random_batch_attention(*qkv, division=division)
-    moved = random_batch_attention(*(x[:, :, ids] for x in qkv), division=division.on_rows(torch.argsort(ids)))
-    assert torch.equal(moved, out[:, :, ids])
+    there = division.on_rows(torch.argsort(ids))
+    for dropout_p in (0.0, 0.3):
+        out = random_batch_attention(*qkv, division=division, dropout_p=dropout_p)
+        moved = random_batch_attention(*(x[:, :, ids] for x in qkv), division=there, dropout_p=dropout_p)
+        assert torch.equal(moved, out[:, :, ids])
 
 
 def test_everything_masked_gives_zeros_and_finite_gradients() -> None:
@@ -329,11 +331,19 @@ def bad(**changes: Any) -> dict[str, Any]:
         (bad(attn_mask=torch.zeros(9, 10)), ValueError, r"`attn_mask` must broadcast to"),
         (bad(attn_mask=torch.zeros(10, 10, dtype=torch.long)), TypeError, "`attn_mask` must be boolean"),
         (bad(dropout_p=1.5), ValueError, r"`dropout_p` must lie in \[0, 1\], got 1.5"),
+        (bad(dropout_p="x"), TypeError, "`dropout_p` must be a number, got str 'x'"),
+        (bad(scale="a"), TypeError, "`scale` must be a number, got str 'a'"),
+        (bad(is_causal="no"), TypeError, "`is_causal` must be True or False, got 'no'"),
+        (bad(self_correction=1), TypeError, "`self_correction` must be True or False, got 1"),
+        (bad(generator=3), TypeError, "`generator` must be a torch.Generator, got int"),
+        (bad(query=torch.randn(10, 4).to_sparse()), TypeError, "`query` must be a dense tensor, got torch.sparse_coo"),
     ],
 )
 def test_bad_input(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+    before = torch.get_rng_state()
     with pytest.raises(error, match=message):
         random_batch_attention(**kwargs)
+    assert torch.equal(torch.get_rng_state(), before), "a call that is refused draws nothing"
 
 
 @settings(deadline=None, max_examples=50)

@@ -61,8 +61,10 @@ def test_tables_and_json(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--peers", "nobody"], "unknown peer 'nobody': known are sgformer, polynormer, performer"),
-        (["--dim", "10", "--heads", "3"], "dim a multiple of heads"),
-        (["--batch-size", "1"], "the batch size must be at least 2, got 1"),
+        (["--dim", "10", "--heads", "3"], "--dim must be a multiple of --heads, got 10 and 3"),
+        (["--batch-size", "1"], "--batch-size must be at least 2, got 1"),
+        (["--turns", "0"], "--turns must be at least 1, got 0"),
+        (["--scaling", "100,0"], "--scaling must hold numbers of nodes, got 0"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
     ],
 )

@@ -224,7 +224,10 @@ def test_nothing_and_one() -> None:
     [
         ({"batch_size": 1}, ValueError, "`batch_size` must be at least 2"),
         ({"batch_size": "8"}, TypeError, "`batch_size` must be an int"),
-        ({"num_heads": 2.0}, TypeError, "`embed_dim` and `num_heads` must be ints, got 8 and 2.0"),
+        ({"num_heads": 2.0}, TypeError, "`num_heads` must be an int, got 2.0"),
+        ({"num_heads": True}, TypeError, "`num_heads` must be an int, got True"),
+        ({"block_rows": 1.5}, TypeError, "`block_rows` must be an int, got 1.5"),
+        ({"block_rows": -1}, ValueError, "`block_rows` must be at least 1, got -1"),
         ({"num_heads": 3}, ValueError, "`embed_dim` must be a multiple of `num_heads`, got 8 and 3"),
         ({"kernel": "linear"}, ValueError, "`kernel` must be one of softmax, sgformer, got 'linear'"),
         ({"dropout": 1.0}, ValueError, r"`dropout` must lie in \[0, 1\)"),
@@ -251,11 +254,56 @@ def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -
         (torch.randn(10, 8), {"ptr": torch.tensor([0, 7, 3, 10])}, ValueError, "`ptr` must rise from 0 to"),
         (torch.randn(10, 8), {"batch": torch.zeros(9).long()}, ValueError, "`batch` must be 10 integers"),
         (torch.randn(2, 5, 8), {"batch": torch.zeros(10).long()}, ValueError, "for \\(B, N, F\\) give `mask`"),
+        (torch.randn(1, 5, 8), {"mask": torch.ones(1, 5, device="meta").bool()}, ValueError, "`mask` is on meta but"),
+        (torch.randn(5, 8), {"batch": torch.zeros(5, device="meta").long()}, ValueError, "`batch` is on meta but"),
+        (torch.randn(5, 8), {"ptr": torch.zeros(2, device="meta").long()}, ValueError, "`ptr` is on meta but"),
     ],
 )
 def test_bad_input(x: torch.Tensor, kwargs: dict, error: type[Exception], message: str) -> None:
+    layer = RandomBatchAttention(8, 2, 4)
+    before = torch.get_rng_state()
     with pytest.raises(error, match=message):
-        RandomBatchAttention(8, 2, 4)(x, **kwargs)
+        layer(x, **kwargs)
+    assert torch.equal(torch.get_rng_state(), before), "a call that is refused draws nothing"
+
+
+def test_shapes_only() -> None:
+    layer = RandomBatchAttention(8, 2, 4, device="meta")
+    assert layer(torch.randn(10, 8, device="meta")).shape == (10, 8)
+    q = torch.randn(3, 10, 8, device="meta")
+    assert rb.random_batch_attention(q, q, q, 4).shape == q.shape
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer, x = RandomBatchAttention(8, batch_size=4), torch.randn(50, 8, requires_grad=True)
+    for function in (layer, lambda x: rb.random_batch_attention(x, x, x, 4)):
+        (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            grad.square().sum().backward()
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_layers_of_a_stack_that_are_numbered_mix_in_evaluation(wrap: bool) -> None:
+    def reached(*numbers: int, number_them: bool = False) -> int:
+        layers = [
+            rb.RandomBatch(Mean(), 5, eval_seed=n) if wrap else RandomBatchAttention(8, batch_size=5, eval_seed=n)
+            for n in numbers
+        ]
+        model = nn.Sequential(*layers).eval()
+        if number_them:
+            rb.convert(model, 5)
+        x = torch.randn(50, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x)[0].sum(), x)
+        return int((grad.abs().sum(1) > 0).sum())
+
+    assert reached(0, 0, 0, 0) == 5
+    assert reached(0, 1, 2, 3) > 40
+    assert reached(0, 0, 0, 0, number_them=True) > 40
 
 
 def test_public_names() -> None:

@@ -188,3 +188,18 @@ def test_results_of_any_stride(module: torch.nn.Module, n: int, p: int) -> None:
     torch.testing.assert_close(ours, truth)
     for a, b in zip(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(truth.sum(), x), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_second_derivatives_are_refused_and_not_forgotten() -> None:
+    wrapped, x = RandomBatch(Own(), 4), torch.randn(20, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+def test_nothing_stays_connected() -> None:
+    wrapped, x = RandomBatch(Own(), 4), torch.randn(0, 8, requires_grad=True)
+    out = wrapped(x)
+    assert out.shape == (0, 6)
+    out.sum().backward()
+    assert all(p.grad is not None and (p.grad == 0).all() for p in wrapped.parameters())
