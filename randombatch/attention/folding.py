@@ -24,20 +24,21 @@ def fold(
     out_bias: Tensor | None,
     kernel: str,
     dropout_p: float,
+    scale: float,
 ) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """A single head's projections without the needless ones.
+    """A single head's projections without the needless ones; the softmax kernel's logits are scaled.
 
     Returns:
         How many parts remain (query and value, or query, key and value), their weight and bias, and what of the output
         bias is still to be added after the attention.
     """
     wq, wk, wv = in_weight.chunk(3)
-    weights = [wk.t() @ wq, out_weight @ wv] if kernel == "softmax" else [wq, wk, out_weight @ wv]
+    weights = [wk.t() @ (scale * wq), out_weight @ wv] if kernel == "softmax" else [wq, wk, out_weight @ wv]
     if in_bias is not None:
         bq, bk, bv = in_bias.chunk(3)
         bv = out_weight @ bv
         if out_bias is not None and dropout_p == 0.0:
             # The weights of a row add up to one, so what is added to every value is added to the output.
             bv, out_bias = bv + out_bias, None
-        in_bias = torch.cat([bq @ wk, bv] if kernel == "softmax" else [bq, bk, bv])
+        in_bias = torch.cat([scale * bq @ wk, bv] if kernel == "softmax" else [bq, bk, bv])
     return len(weights), torch.cat(weights), in_bias, out_bias

@@ -3,6 +3,8 @@
 With a single head, two of the four projections are needless (`folding.py`).
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from randombatch.attention.rows import (
     refuse_tangents,
     without_autocast,
 )
-from randombatch.division import Division
+from randombatch.division import SPAN, Division
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import signed64
 
@@ -75,14 +77,17 @@ def projected_attention(
     parts = 3
     output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
     with without_autocast(x):
-        if kernel == "softmax":
-            in_weight, in_bias = scale_query(in_weight, in_bias, (len(in_weight) // (3 * heads)) ** -0.5)
+        scale = (len(in_weight) // (3 * heads)) ** -0.5 if kernel == "softmax" else 1.0
         # Folding costs a few products of weights, which pay from about as many rows as there are features on. All ranks
         # decide alike.
         many = (division.num_all if isinstance(division, GivenBatches) else len(x)) > 2 * x.shape[1]
         if many and heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight):
-            parts, in_weight, in_bias, out_bias = fold(in_weight, in_bias, out_weight, out_bias, kernel, dropout_p)
+            parts, in_weight, in_bias, out_bias = fold(
+                in_weight, in_bias, out_weight, out_bias, kernel, dropout_p, scale
+            )
             output = None, out_bias
+        elif kernel == "softmax":
+            in_weight, in_bias = scale_query(in_weight, in_bias, scale)
     order = ids = None
     if isinstance(division, GivenBatches) and division.room is not None:
         options = heads, parts, kernel, dropout_p, block_rows or 0, pieces
@@ -107,6 +112,22 @@ def _given(
     if division.rows is not None:
         return division.order(device=device), None, division.starts
     return None, None, division.ptr
+
+
+def _divide(
+    x: Tensor, seed: Tensor, batch_size: int, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None,
+    order: Tensor | None, ids: Tensor | None, pieces: int,
+) -> Division | GivenBatches:  # fmt: skip
+    if 0 < len(x) <= SPAN and pieces == 1 and all(t is None for t in (ptr, batch, mask, order)):
+        return _few_rows(len(x), batch_size, int(seed), x.device)
+    return divide_rows(len(x), seed, batch_size, ptr, batch, mask, order, ids)
+
+
+@functools.lru_cache(maxsize=8)
+def _few_rows(num_rows: int, batch_size: int, seed: int, device: torch.device) -> GivenBatches:
+    """Batches of a graph so small that drawing them shows in its time: kept until the backward pass asks again."""
+    division = Division(num_rows, batch_size, seed)
+    return division.part(0, division.num_batches, device)
 
 
 @torch.library.custom_op("randombatch::projected", mutates_args=())
@@ -137,7 +158,7 @@ def projected(
     values are output already. With `order` the batches are given: `ptr` says where each begins in it, `ids` the item of
     each row.
     """
-    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
+    division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids, pieces)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(recompute)
@@ -180,7 +201,7 @@ def projected_backward(
     pieces: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none)."""
-    division = divide_rows(x.shape[0], seed, batch_size, ptr, batch, mask, order, ids)
+    division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids, pieces)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     dx_NF = layer.new_rows(x.shape[1])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from randombatch import Division
 from randombatch.attention import naive_attention
-from randombatch.attention.projected import projected, projected_attention, projected_backward
+from randombatch.attention.projected import _few_rows, projected, projected_attention, projected_backward
 from randombatch.attention.rows import divide_rows
 
 WIDTH = 8
@@ -60,6 +60,29 @@ def assert_same(n: int, p: int, heads: int, kernel: str, bias: bool, **kwargs: A
     grad = torch.randn_like(truth)
     for a, b in zip(torch.autograd.grad(fast, leaves, grad), torch.autograd.grad(truth, leaves, grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_few_rows_are_divided_once_and_as_many_are(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights = make(101, True)
+    leaves = [t for t in (x, *weights) if t is not None]
+    draws, results = [], []
+    order = Division.order
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        draws.append(args)
+        return order(*args, **kwargs)
+
+    monkeypatch.setattr(Division, "order", counted)
+    for span in (101, 100):
+        monkeypatch.setattr("randombatch.attention.projected.SPAN", span)
+        _few_rows.cache_clear()
+        draws.clear()
+        out = projected_attention(x, *weights, torch.tensor(3), 7, kernel=kernel, dropout_p=0.3 * (kernel == "softmax"))
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert len(draws) == (1 if span == 101 else 2)
+    for few, many in zip(*results, strict=True):
+        assert torch.equal(few, many)
 
 
 @pytest.mark.usefixtures("poisoned")
