@@ -51,7 +51,7 @@ class Division:
 
     n = ceil(num_items / batch_size) batches whose sizes differ by at most one, larger ones first; each item in
     exactly one. It is a value: equal arguments give the same division on every platform, and nothing of size
-    `num_items` is stored. Any two items share a batch with probability (p - 1) / (N - 1) for batches of p.
+    `num_items` is stored (unless `hold_order` asks for it). Any two items share a batch with probability (p - 1) / (N - 1) for batches of p.
 
     Args:
         num_items: N >= 0.
@@ -77,6 +77,7 @@ class Division:
         self.key = torch.tensor(signed64(seed), device="cpu")
         self.ptr = None if ptr is None else check_ptr(ptr, num_items)
         self.rows: Tensor | None = None
+        self._held: Tensor | None = None
 
     @classmethod
     def draw(cls, num_items: int, batch_size: int, generator: torch.Generator | None = None) -> "Division":
@@ -120,6 +121,11 @@ class Division:
         device = torch.device(device) if device is not None else None
         items = self._items(torch.arange(start, max(start, stop), device=device))
         return items if self.rows is None else self.rows.to(items.device)[items]
+
+    def hold_order(self, device: torch.device | None = None) -> "Division":
+        """Compute the order now, for `blocks` on this device. Returns itself."""
+        self._held = self.order(device=device)
+        return self
 
     def items_at(self, positions: Tensor) -> Tensor:
         """Items at any positions, 1-D; for a run of them, `order` is faster. Not for several graphs."""
@@ -204,7 +210,9 @@ class Division:
         """Blocks of one graph, its order computed a span at a time."""
         count = -(-n // self.batch_size)
         base, larger = divmod(n, count)
-        whole = self.order(first, first + n, device) if n <= SPAN else None
+        whole = None if self._held is None else self._held[first : first + n]
+        if whole is None and n <= SPAN:
+            whole = self.order(first, first + n, device)
         position = first
         for size, batches in ((base + 1, larger), (base, count - larger)):
             per_block = max(1, max_items // size)

@@ -116,18 +116,17 @@ def _given(
 
 def _divide(
     x: Tensor, seed: Tensor, batch_size: int, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None,
-    order: Tensor | None, ids: Tensor | None, pieces: int,
+    order: Tensor | None, ids: Tensor | None,
 ) -> Division | GivenBatches:  # fmt: skip
-    if 0 < len(x) <= SPAN and pieces == 1 and all(t is None for t in (ptr, batch, mask, order)):
+    if len(x) <= SPAN and all(t is None for t in (ptr, batch, mask, order)):
         return _few_rows(len(x), batch_size, int(seed), x.device)
     return divide_rows(len(x), seed, batch_size, ptr, batch, mask, order, ids)
 
 
 @functools.lru_cache(maxsize=8)
-def _few_rows(num_rows: int, batch_size: int, seed: int, device: torch.device) -> GivenBatches:
+def _few_rows(num_rows: int, batch_size: int, seed: int, device: torch.device) -> Division:
     """Batches of a graph so small that drawing them shows in its time: kept until the backward pass asks again."""
-    division = Division(num_rows, batch_size, seed)
-    return division.part(0, division.num_batches, device)
+    return Division(num_rows, batch_size, seed).hold_order(device)
 
 
 @torch.library.custom_op("randombatch::projected", mutates_args=())
@@ -158,7 +157,7 @@ def projected(
     values are output already. With `order` the batches are given: `ptr` says where each begins in it, `ids` the item of
     each row.
     """
-    division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids, pieces)
+    division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(recompute)
@@ -201,7 +200,7 @@ def projected_backward(
     pieces: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none)."""
-    division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids, pieces)
+    division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     dx_NF = layer.new_rows(x.shape[1])

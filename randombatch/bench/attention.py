@@ -137,7 +137,7 @@ def _scaling(settings: Settings, progress) -> list[dict[str, Any]]:
     for nodes, allocator in cases:
         memory = _extra_memory(settings, "ours", allocator, nodes=nodes)
         # Enough steps for the shortest to be undisturbed; a large graph averages by itself.
-        turns = max(3, min(40, 4_000_000 // nodes))
+        turns = max(3, min(100, 4_000_000 // nodes))
         with running(settings.worker("ours", nodes=nodes), allocator) as worker:
             times = take_turns({0: worker}, turns, lambda: None)[0].row()
         row = {"name": "scaling", "nodes": nodes, "allocator": allocator, **times, "extra_bytes": memory}
