@@ -51,7 +51,8 @@ class Division:
 
     n = ceil(num_items / batch_size) batches whose sizes differ by at most one, larger ones first; each item in
     exactly one. It is a value: equal arguments give the same division on every platform, and nothing of size
-    `num_items` is stored (unless `hold_order` asks for it). Any two items share a batch with probability (p - 1) / (N - 1) for batches of p.
+    `num_items` is stored (unless `hold_order` asks for it). Any two items share a batch with probability
+    (p - 1) / (N - 1) for batches of p.
 
     Args:
         num_items: N >= 0.
