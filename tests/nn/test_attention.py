@@ -267,11 +267,14 @@ def test_bad_input(x: torch.Tensor, kwargs: dict, error: type[Exception], messag
     assert torch.equal(torch.get_rng_state(), before), "a call that is refused draws nothing"
 
 
-def test_shapes_only() -> None:
-    layer = RandomBatchAttention(8, 2, 4, device="meta")
-    assert layer(torch.randn(10, 8, device="meta")).shape == (10, 8)
-    q = torch.randn(3, 10, 8, device="meta")
-    assert rb.random_batch_attention(q, q, q, 4).shape == q.shape
+def test_without_data_everything_but_the_values_is_as_with_them() -> None:
+    layer, x, q = RandomBatchAttention(8, 2, 4).double(), torch.randn(10, 8).double(), torch.randn(3, 10, 8)
+    real = layer(x), rb.random_batch_attention(q, q, q, 4)
+    layer, x, q = layer.to("meta"), x.to("meta"), q.to("meta")
+    for fake, out in zip((layer(x), rb.random_batch_attention(q, q, q, 4)), real, strict=True):
+        assert fake.is_meta
+        assert (fake.shape, fake.stride(), fake.dtype) == (out.shape, out.stride(), out.dtype)
+        assert fake.requires_grad == out.requires_grad
 
 
 def test_second_derivatives_are_refused() -> None:
