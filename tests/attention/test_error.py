@@ -112,7 +112,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="`sample` must be an int of at least 2"):
         estimate_error(*qkv, [16], sample=1)
     with pytest.raises(ValueError, match="`sample` must be an int of at least 2 .* got 2.5"):
-        estimate_error(*qkv, [16], sample=2.5)  # type: ignore[arg-type]
+        estimate_error(*qkv, [16], sample=2.5)
     with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
         estimate_error(*qkv, [1])
     with pytest.raises(ValueError, match="nothing to estimate"):
