@@ -123,9 +123,9 @@ class Division:
         items = self._items(torch.arange(start, max(start, stop), device=device))
         return items if self.rows is None else self.rows.to(items.device)[items]
 
-    def hold_order(self, device: torch.device | None = None) -> "Division":
-        """Compute the order now, for `blocks` on this device. Returns itself."""
-        self._held = self.order(device=device)
+    def hold_order(self, device: torch.device | None = None, order: Tensor | None = None) -> "Division":
+        """Compute the order now, for `blocks` on this device, unless it is given. Returns itself."""
+        self._held = self.order(device=device) if order is None else order
         return self
 
     def items_at(self, positions: Tensor) -> Tensor:

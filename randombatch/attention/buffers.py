@@ -20,15 +20,15 @@ from randombatch.attention.recycled import recycled
 ACCELERATOR_BLOCK_BYTES = 1 << 26
 
 
-def rows_per_block(width: int, device: torch.device, threads: int | None = None) -> int:
+def rows_per_block(width: int, device: torch.device, caches: float | None = None) -> int:
     """How many rows of `width` numbers one block should have.
 
-    On a CPU the widest array of a block takes half of the second-level cache of the cores that share it (`threads`,
-    default: all of torch's): smaller blocks spend their time between operations, larger ones waiting for memory. On an
+    On a CPU its widest array takes so many second-level caches of a core (`caches`, default: half of those of torch's
+    threads, who share it): smaller blocks spend their time between operations, larger ones waiting for memory. On an
     accelerator, `ACCELERATOR_BLOCK_BYTES`.
     """
     if device.type == "cpu":
-        budget = _second_level_cache() * (threads or torch.get_num_threads()) // 2
+        budget = int(_second_level_cache() * (caches or torch.get_num_threads() / 2))
     else:
         budget = ACCELERATOR_BLOCK_BYTES
     return max(256, budget // (4 * max(1, width)))

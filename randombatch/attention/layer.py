@@ -1,6 +1,7 @@
 """An attention layer block by block (`layer_block.py`), side by side in lanes (`lanes.py`).
 
-Only the input is kept for the backward pass, which computes each block's projections and weights again.
+Only the input is kept for the backward pass, which computes each block's projections and weights again; or, on demand,
+what each block holds, in the order of the blocks.
 """
 
 import functools
@@ -22,6 +23,8 @@ from randombatch.given_batches import GivenBatches
 
 # Blocks are handed out several at a time, in about so many pieces, of at most so many blocks.
 PIECES, LONGEST = 32, 8
+# Second-level caches for the widest array of a block. With less, lanes ask for Python's lock more often than pays.
+CACHES = 1
 
 # Where what is kept of a block begins, and its rows.
 Piece = list[tuple[int, Tensor]]
@@ -69,47 +72,57 @@ class Layer:
             cuts, exact = even_bounds(division.num_batches, pieces) if pieces > 1 else [], pieces == 0
         self.cuts = [a for a, b in itertools.pairwise(cuts) if a < b] + cuts[-1:]
         self.sum_type = torch.float64 if exact else self.dtype
+        # Then the rows of a block stand in the table as they are needed, and are not kept a second time.
+        self.x_in_place = isinstance(division, GivenBatches) and division.consecutive and x.dtype == self.dtype
         softmax_weights = heads * min(division.batch_size, x.shape[0]) if kernel == "softmax" else 0
         widest = max(len(in_weight), x.shape[1], softmax_weights)
         # The number of threads has no say: the same blocks in all passes, and the same sums.
-        self.block_rows = block_rows or buffers.rows_per_block(widest, x.device, threads=1)
+        self.block_rows = block_rows or buffers.rows_per_block(widest, x.device, CACHES)
 
     def new_rows(self, width: int) -> Tensor:
         """An output with one row for each of x; those that are not divided stay zero."""
         return buffers.new_rows(self.x, len(self.x), width, zero=self.division.num_items < len(self.x))
 
     def new_saved(self, recompute: bool) -> Tensor:
-        """Memory for projections and softmax weights of all blocks in a row; empty if they are to be computed again."""
-        saved = self.x.new_empty(0, dtype=self.dtype)
-        if recompute or self.weights.kernel != "softmax":
-            return saved
-        return buffers.new_rows(saved, sum(self.weights.held_size(1, s) for s in self.division.sizes))
+        """Memory for what all blocks hold, in a row; empty if it is to be computed again."""
+        like = self.x.new_empty(0, dtype=self.dtype)
+        if recompute:
+            return like
+        pairs = int(self.division.starts.diff().square().sum())
+        return buffers.new_rows(like, self._saved_size(self.division.num_items, pairs))
 
-    def forward(self, out_NF: Tensor, saved: Tensor) -> None:
-        """Write the output, and what is to be `saved` unless that is empty."""
-        out = Rows(out_NF)
+    def _saved_size(self, rows: int, pairs: int) -> int:
+        """How many numbers are saved of blocks with so many rows and, in their batches, pairs of rows."""
+        return self.weights.held_size(rows, pairs) - (rows * self.x.shape[1] if self.x_in_place else 0)
+
+    def forward(self, out_NF: Tensor, saved: Tensor, order: Tensor | None = None) -> None:
+        """Write the output, what is to be `saved` unless that is empty, and the rows of all blocks into `order`."""
+        x, out = Rows(self.x), Rows(out_NF)
 
         def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, _: Lane) -> None:
+            block.set_x(self._input(block, x, as_index(rows_CP)))
             block.project()
             if kept is not None:
-                kept.copy_(block.held)
+                kept.copy_(block.held[-len(kept) :])
             self._drop(block, rows_CP)
             out.put(as_index(self.division.home_of(rows_CP)), block.output())
 
-        self._stream(saved, step)
+        self._stream(saved, step, order=order)
 
     def backward(self, grad: Tensor, saved: Tensor, dx_NF: Tensor) -> list[Tensor]:
         """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none.
 
         The latter are sums over the blocks of a piece; those of all pieces are added up in float64.
         """
-        grad_rows, dx = Rows(grad.contiguous()), Rows(dx_NF)
+        x, grad_rows, dx = Rows(self.x), Rows(grad.contiguous()), Rows(dx_NF)
 
         def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, lane: Lane) -> None:
+            if kept is None or self.x_in_place:
+                block.set_x(self._input(block, x, as_index(rows_CP)))
             if kept is None:
                 block.project()
             else:
-                block.held.copy_(kept)
+                block.held[-len(kept) :].copy_(kept)
             self._drop(block, rows_CP)
             home = as_index(self.division.home_of(rows_CP))
             grad_RF = block.way_back.grad_room.take(grad_rows, home)
@@ -124,23 +137,23 @@ class Layer:
         saved: Tensor,
         step: Callable[[LayerBlock, Tensor, Tensor | None, Lane], None],
         collect: Callable[[Tensor], Any] | None = None,
+        order: Tensor | None = None,
     ) -> None:
-        """Every block with its input: `step(block, its rows, what is or will be saved of it, its lane)`.
+        """Every block: `step(block, its rows, what is or will be saved of it, its lane)`.
 
         The sums of each piece are collected, in order.
         """
-        x = Rows(self.x)
         # A batch that is larger than that is a block by itself.
         num_blocks = min(-(-self.division.num_items // self.block_rows), self.division.num_batches)
 
         def compute(lane: Lane, piece: Piece) -> Tensor | None:
             for first, rows_CP in piece:
                 block = lane.block(*rows_CP.shape)
-                block.set_x(self._input(block, x, as_index(rows_CP)))
-                step(block, rows_CP, saved[first : first + len(block.held)] if saved.numel() else None, lane)
+                size = self._saved_size(block.rows, block.rows * rows_CP.shape[1])
+                step(block, rows_CP, saved[first : first + size] if saved.numel() else None, lane)
             return None if collect is None else lane.take_sums()
 
-        pieces = self._pieces(num_blocks)
+        pieces = self._pieces(num_blocks, order)
         begin = list(itertools.islice(pieces, 1))
         # Other threads than this one do not know of autocast.
         with (
@@ -155,8 +168,7 @@ class Layer:
 
     def _input(self, block: LayerBlock, x: Rows, rows: Index) -> Tensor:
         """The block's rows of x; where they stand in the table as they are needed, they stay there."""
-        consecutive = isinstance(self.division, GivenBatches) and self.division.consecutive
-        if consecutive and x.rows.dtype == self.dtype and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
+        if self.x_in_place and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
             return x.rows[int(rows[0]) : int(rows[-1]) + 1]
         return block.x_room.take(x, rows)
 
@@ -166,14 +178,17 @@ class Layer:
             items_CP = self.division.ids_of(rows_CP)
             block.drop(blocks.dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, self.dtype))
 
-    def _pieces(self, num_blocks: int) -> Iterator[Piece]:
-        """Runs of blocks. Sums begin anew with each."""
-        start = 0
+    def _pieces(self, num_blocks: int, order: Tensor | None) -> Iterator[Piece]:
+        """Runs of blocks, whose rows are written into `order`. Sums begin anew with each."""
+        start = done = 0
         for run in self._runs(num_blocks):
             piece = []
             for rows_CP in run:
+                if order is not None:
+                    order[done : done + rows_CP.numel()] = rows_CP.flatten()
+                    done += rows_CP.numel()
                 piece.append((start, rows_CP))
-                start += self.weights.held_size(*rows_CP.shape)
+                start += self._saved_size(rows_CP.numel(), rows_CP.numel() * rows_CP.shape[1])
             yield piece
 
     def _runs(self, num_blocks: int) -> Iterator[Iterable[Tensor]]:

@@ -50,10 +50,9 @@ class Weights:
         named = {"w_in": self.w_in, "b_in": self.b_in, "w_out": self.w_out, "b_out": self.b_out}
         return {name: w for name, w in named.items() if w is not None}
 
-    def held_size(self, batches: int, size: int) -> int:
-        """How many numbers the projections and softmax weights of a block are."""
-        weights = self.heads * batches * size * size if self.kernel == "softmax" else 0
-        return batches * size * len(self.w_in) + weights
+    def held_size(self, rows: int, pairs: int) -> int:
+        """How many numbers input, projections and softmax weights of a block are; `pairs` is batches x P x P."""
+        return rows * (self.w_in.shape[1] + len(self.w_in)) + (self.heads * pairs if self.kernel == "softmax" else 0)
 
 
 def out_width(w_in: Tensor, w_out: Tensor | None, parts: int) -> int:
@@ -89,32 +88,33 @@ class LayerBlock:
         batches, size: the shape.
 
     Attributes:
-        held: projections and softmax weights in one run of memory.
-        x_room: for rows of the input.
+        held: input, projections and softmax weights in one run of memory.
+        x_room: the rows of the input in it.
     """
 
     def __init__(self, weights: Weights, scratch: Scratch, batches: int, size: int) -> None:
         self.weights, self.scratch = weights, scratch
-        self.rows, width, heads = batches * size, len(weights.w_in), weights.heads
+        self.rows, (width, features), heads = batches * size, weights.w_in.shape, weights.heads
         self.groups = batches * heads, size, width // weights.parts // heads
-        self.held = scratch("held", weights.held_size(batches, size))
-        held = self.held[: self.rows * width]
+        self.held = scratch("held", weights.held_size(self.rows, self.rows * size))
+        ends = self.rows * features, self.rows * (features + width)
+        x, projected, softmax_weights = self.held.tensor_split(ends)
         self._w_in_t = weights.w_in.t()
         self._stacked: Tensor | None = None
         if heads == 1:
-            self._projected = held.view(self.rows, width)
+            self._projected = projected.view(self.rows, width)
             self._parts = self._projected.view(batches, size, weights.parts, -1).unbind(2)
         else:
             self._projected = scratch("projected", self.rows, width)
-            self._stacked = held.view(weights.parts, heads, self.rows, -1)
-            self._parts = held.view(weights.parts, *self.groups).unbind(0)
+            self._stacked = projected.view(weights.parts, heads, self.rows, -1)
+            self._parts = projected.view(weights.parts, *self.groups).unbind(0)
         if weights.kernel == "softmax":
-            self._softmax_weights = self.held[self.rows * width :].view(batches * heads, size, size)
+            self._softmax_weights = softmax_weights.view(batches * heads, size, size)
         self._out = scratch("out", *self.groups)
         side_by_side = self.rows, heads * self.groups[2]
         self._attended = Rows(self._out.view(side_by_side) if heads == 1 else scratch("attended", *side_by_side))
         self._x_RF: Tensor | None = None
-        self.x_room = Rows(scratch("x", self.rows, weights.w_in.shape[1]))
+        self.x_room = Rows(x.view(self.rows, features))
         self.set_x(self.x_room.rows)
 
     @functools.cached_property

@@ -63,7 +63,8 @@ def projected_attention(
         mask: `(B, n)` with B n = N, True = valid: graph b is the valid rows of the b-th n; others come out as zero.
         division: the batches themselves, instead of `seed`, `batch_size`, `ptr`, `batch` and `mask`.
         dropout_p: dropout of the attention weights (softmax only).
-        recompute: False keeps projections and softmax weights, N (W + p H) numbers, for the backward pass.
+        recompute: False keeps rows in batch order, projections and softmax weights, N (F + W + p H) numbers, for the
+            backward pass (if there can be one).
         block_rows: rows per block (default: from the cache, see `buffers.rows_per_block`).
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.
@@ -89,15 +90,17 @@ def projected_attention(
         elif kernel == "softmax":
             in_weight, in_bias = scale_query(in_weight, in_bias, scale)
     order = ids = None
+    given = x, in_weight, in_bias, *output
+    recompute = recompute or not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given))
     if isinstance(division, GivenBatches) and division.room is not None:
         options = heads, parts, kernel, dropout_p, block_rows or 0, pieces
-        return _InRoom.apply(division, options, recompute, x, in_weight, in_bias, *output)
+        return _InRoom.apply(division, options, recompute, *given)
     if division is not None:
         seed, batch_size = torch.tensor(signed64(division.seed), device="cpu"), division.batch_size
         order, ids, ptr = _given(division, x.device)
     assert seed is not None
-    out, _ = projected(
-        x, in_weight, in_bias, *output, seed, ptr, batch, mask, order, ids,
+    out, *_ = projected(
+        *given, seed, ptr, batch, mask, order, ids,
         batch_size, heads, parts, kernel, dropout_p, recompute, block_rows or 0, pieces,
     )  # fmt: skip
     return out
@@ -118,6 +121,8 @@ def _divide(
     x: Tensor, seed: Tensor, batch_size: int, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None,
     order: Tensor | None, ids: Tensor | None,
 ) -> Division | GivenBatches:  # fmt: skip
+    if order is not None and ptr is None:
+        return Division(len(x), batch_size, int(seed)).hold_order(order=order)
     if len(x) <= SPAN and all(t is None for t in (ptr, batch, mask, order)):
         return _few_rows(len(x), batch_size, int(seed), x.device)
     return divide_rows(len(x), seed, batch_size, ptr, batch, mask, order, ids)
@@ -150,30 +155,37 @@ def projected(
     recompute: bool,
     block_rows: int,
     pieces: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """The layer's output `(N, F'')` and, unless `recompute`, projections and softmax weights of all blocks in a row.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer's output `(N, F'')` and, unless `recompute`, what all blocks hold, in a row, and the division's order.
 
     `in_weight` stacks query, key and value, or (2 `parts`) query and value, x being the key. Without `out_weight` the
     values are output already. With `order` the batches are given: `ptr` says where each begins in it, `ids` the item of
-    each row.
+    each row. Of several graphs no order is returned.
     """
     division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
     out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(recompute)
-    layer.forward(out_NF, saved)
-    return out_NF, saved
+    drawn = x.new_empty(_num_drawn(x, recompute, ptr, batch, mask, order), dtype=torch.int64)
+    layer.forward(out_NF, saved, drawn if drawn.numel() else None)
+    return out_NF, saved, drawn
+
+
+def _num_drawn(x: Tensor, recompute: bool, *described: Tensor | None) -> int:
+    """How long the order is that the backward pass need not draw again."""
+    return 0 if recompute or any(t is not None for t in described) else len(x)
 
 
 @projected.register_fake
 def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, *rest):
-    _, _, parts, kernel, _, recompute, *_ = rest
+    _, _, parts, _, _, recompute, *_ = rest
     saved: int | torch.SymInt = 0
-    if not recompute and kernel == "softmax":
+    if not recompute:
         # How many depends on the sizes of the graphs, which only the real operator reads.
         saved = torch.library.get_ctx().new_dynamic_size()
     out = x.new_empty(x.shape[0], out_width(in_weight, out_weight, parts))
-    return out, x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype))
+    drawn = x.new_empty(_num_drawn(x, recompute, ptr, batch, mask, order), dtype=torch.int64)
+    return out, x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype)), drawn
 
 
 @torch.library.custom_op("randombatch::projected_backward", mutates_args=())
@@ -199,7 +211,10 @@ def projected_backward(
     block_rows: int,
     pieces: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none)."""
+    """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none).
+
+    An `order` without `ptr` is that of the division which `seed` names.
+    """
     division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
@@ -217,13 +232,19 @@ def _(grad, saved, x, in_weight, in_bias, out_weight, out_bias, *rest):
 
 def _setup(ctx, inputs, output):
     *tensors, batch_size, heads, parts, kernel, dropout_p, _, block_rows, pieces = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    _, saved, drawn = output
+    ctx.save_for_backward(*tensors, saved, drawn)
     ctx.rest = batch_size, heads, parts, kernel, dropout_p, block_rows, pieces
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(saved, drawn)
+    # Or autograd would make zeros as large as what is saved, as its gradient.
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _):
-    *tensors, saved = ctx.saved_tensors
+def _backward(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 19
+    *tensors, order, ids, saved, drawn = ctx.saved_tensors
+    tensors += [drawn if drawn.numel() else order, ids]
     gradients = projected_backward(grad, saved, *tensors, *ctx.rest)
     there = (None if tensor is None else g for tensor, g in zip(tensors, gradients, strict=False))
     return *there, *[None] * 14

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from randombatch import RandomBatchAttention
 from randombatch.attention import buffers
 from randombatch.attention.lanes import in_lanes, lanes_for
-from randombatch.attention.layer import blocks_per_piece
+from randombatch.attention.layer import CACHES, blocks_per_piece
 from randombatch.division import Division
 
 
@@ -99,7 +99,7 @@ class Floor(Contender):
         super().__init__(nn.Module(), lambda x: x)
         parts, p = 2 if folded else 3, min(sizes.batch_size, sizes.nodes)
         widest = max(parts * sizes.dim, sizes.heads * p)
-        batches = max(1, buffers.rows_per_block(widest, torch.device("cpu"), threads=1) // p)
+        batches = max(1, buffers.rows_per_block(widest, torch.device("cpu"), CACHES) // p)
         self.repeats = max(1, round(sizes.nodes / (batches * p)))
         lanes = lanes_for(torch.device("cpu"), self.repeats)
         self.blocks = [_Products(sizes.dim, sizes.heads, batches, p, folded) for _ in range(lanes)]

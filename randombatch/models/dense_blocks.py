@@ -55,8 +55,8 @@ class Blocks:
         self.exact = spec.shard is not None and spec.shard.exact
         # Among ranks the blocks are the same for one thread as for a few, at little cost: so are then sums over rows.
         alike = spec.shard is not None and not self.exact
-        threads = max(1, torch.get_num_threads() // 4) if alike else None
-        self.block = rows_per_block(max(x.shape[1], self.width), x.device, threads)
+        caches = max(1, torch.get_num_threads() // 4) / 2 if alike else None
+        self.block = rows_per_block(max(x.shape[1], self.width), x.device, caches)
         bounds = [0, len(x)] if spec.shard is None else spec.shard.pieces(spec.shard.num_rows)
         self.pieces = [self._blocks(start, stop) for start, stop in itertools.pairwise(bounds)]
 

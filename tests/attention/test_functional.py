@@ -105,7 +105,7 @@ def test_equals_naive_with_shared_heads_and_other_strides(kv_heads: int) -> None
 
 def test_streams_through_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, leading dimensions split as well: the same numbers, dropout included."""
-    monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, threads=None: 24)
+    monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, caches=None: 24)
     assert_same(inputs(101), Division(101, 7, 3), options("everything", 101))
     assert_same(inputs(101), Division(101, 7, 3), options("mask of all", 101))
 

@@ -1,13 +1,18 @@
 """The layer operator: equal to projections around `naive` in value and every gradient, folded or not."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from randombatch import Division
 from randombatch.attention import naive_attention
+from randombatch.attention.buffers import Rows
+from randombatch.attention.layer import Layer
+from randombatch.attention.layer_block import LayerBlock
 from randombatch.attention.projected import _few_rows, projected, projected_attention, projected_backward
 from randombatch.attention.rows import divide_rows
 
@@ -83,6 +88,94 @@ def test_few_rows_are_divided_once_and_as_many_are(kernel: str, monkeypatch: pyt
         assert len(draws) == (1 if span == 101 else 2)
     for few, many in zip(*results, strict=True):
         assert torch.equal(few, many)
+
+
+class LargestZeros(TorchDispatchMode):
+    """How many zeros were made at once."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.zeros, torch.ops.aten.zeros_like, torch.ops.aten.new_zeros):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_what_is_kept_is_neither_computed_nor_drawn_again(
+    kernel: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weights = make(300, True)
+    leaves = [t for t in (x, *weights) if t is not None]
+    monkeypatch.setattr("randombatch.attention.projected.SPAN", 100)
+    results = []
+    for recompute in (True, False):
+        calls: list[str] = []
+        with monkeypatch.context() as patch:
+            for owner, name in ((Division, "order"), (LayerBlock, "project"), (Rows, "take")):
+                patch.setattr(owner, name, _counted(getattr(owner, name), calls))
+            out = projected_attention(
+                x, *weights, torch.tensor(3), 7, heads=heads, kernel=kernel, block_rows=1000, recompute=recompute
+            )
+            forward = Counter(calls)
+            with LargestZeros() as zeros:
+                gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            backward = Counter(calls) - forward
+        results.append([out, *gradients])
+        blocks = forward["project"]
+        # The gradient's rows are taken in any case.
+        again = {"order": 1, "project": blocks, "take": 2 * blocks} if recompute else {"take": blocks}
+        assert backward == Counter(again)
+        # Nor does autograd make a gradient of it.
+        assert zeros.largest < 300 * WIDTH
+    for computed, kept in zip(*results, strict=True):
+        assert torch.equal(computed, kept)
+
+
+def _counted(function: Any, calls: list[str]) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_what_is_kept_serves_several_backward_passes(kernel: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, weights = make(300, True)
+    leaves = [t for t in (x, *weights) if t is not None]
+    out = projected_attention(x, *weights, torch.tensor(3), 7, kernel=kernel, block_rows=20, recompute=False)
+    grad = torch.randn_like(out)
+    first, second = (torch.autograd.grad(out, leaves, grad, retain_graph=True) for _ in range(2))
+    torch.set_num_threads(1)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_kept_where_there_is_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    new_saved = Layer.new_saved
+
+    def noted(layer: Layer, recompute: bool) -> Tensor:
+        kept.append(not recompute)
+        return new_saved(layer, recompute)
+
+    monkeypatch.setattr(Layer, "new_saved", noted)
+    x, weights = make(30, True)
+
+    def run(x: Tensor, weights: list[Tensor | None]) -> None:
+        projected_attention(x, *weights, torch.tensor(3), 7, recompute=False)
+
+    run(x, weights)
+    run(x.detach(), weights)
+    with torch.no_grad():
+        run(x, weights)
+    run(x.detach(), [None if w is None else w.detach() for w in weights])
+    assert kept == [True, True, False, False]
 
 
 @pytest.mark.usefixtures("poisoned")

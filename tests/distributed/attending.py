@@ -48,12 +48,15 @@ def build(kind: str, batch_size: int) -> nn.Module:
         return RandomBatch(Wider(), batch_size).double()
     if kind == "module":
         return RandomBatch(Squash(), batch_size).double()
-    heads, kernel, dropout = {
-        "softmax": (1, "softmax", 0.0),
-        "heads": (2, "softmax", 0.3),
-        "sgformer": (2, "sgformer", 0.0),
+    heads, kernel, dropout, recompute = {
+        "softmax": (1, "softmax", 0.0, True),
+        "heads": (2, "softmax", 0.3, True),
+        "sgformer": (2, "sgformer", 0.0, True),
+        "kept": (1, "softmax", 0.0, False),
+        "kept heads": (2, "softmax", 0.3, False),
     }[kind]
-    return RandomBatchAttention(WIDTH, heads, batch_size, kernel=kernel, dropout=dropout).double()
+    options = {"kernel": kernel, "dropout": dropout, "recompute": recompute}
+    return RandomBatchAttention(WIDTH, heads, batch_size, **options).double()
 
 
 def attend(group: Any, kind: str, n: int, batch_size: int, described: dict, owned: bool, read: bool = True) -> tuple:

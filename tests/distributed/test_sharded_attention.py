@@ -16,7 +16,7 @@ from randombatch.models import SGFormer
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["runs", "owner"])
-@pytest.mark.parametrize("kind", ["softmax", "heads", "sgformer", "module", "wider module"])
+@pytest.mark.parametrize("kind", ["softmax", "heads", "sgformer", "kept", "kept heads", "module", "wider module"])
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_ranks_equals_one(ranks, case: str, kind: str, owned: bool) -> None:
     n, batch_size, described = CASES[case]
@@ -32,12 +32,13 @@ def test_many_items_use_the_computed_permutation(ranks, kind: str) -> None:
         assert_same(ranks(size, attend, kind, 5003, 64, {}, False), expected)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "kept"])
 @pytest.mark.parametrize("case", CASES)
-def test_messages_where_memory_is_not_shared(ranks, case: str) -> None:
+def test_messages_where_memory_is_not_shared(ranks, case: str, kind: str) -> None:
     n, batch_size, described = CASES[case]
     expected = alone("softmax", n, batch_size, described)
     for size in (2, 4):
-        assert_same(ranks(size, attend, "softmax", n, batch_size, described, False, False), expected)
+        assert_same(ranks(size, attend, kind, n, batch_size, described, False, False), expected)
 
 
 def seeds_differ(group: Any, n: int) -> tuple:

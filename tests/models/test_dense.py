@@ -32,7 +32,7 @@ def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("keep_from", [1, 1000])
 def test_equals_naive(norm, relu, dropout, linear, rows, training, keep_from, monkeypatch, poisoned) -> None:
     monkeypatch.setattr(dense, "KEEP_FROM", keep_from)
-    monkeypatch.setattr(dense_blocks, "rows_per_block", lambda width, device, threads=None: 7)
+    monkeypatch.setattr(dense_blocks, "rows_per_block", lambda width, device, caches=None: 7)
     monkeypatch.setattr(dense, "draw_seed", lambda: torch.tensor(99))
     layer = build(norm, relu, dropout, linear)
     plain = build(norm, relu, dropout, linear)
@@ -54,7 +54,7 @@ def test_equals_naive(norm, relu, dropout, linear, rows, training, keep_from, mo
 
 
 def test_batch_norm_keeps_its_digits_far_from_zero(monkeypatch) -> None:
-    monkeypatch.setattr(dense_blocks, "rows_per_block", lambda width, device, threads=None: 64)
+    monkeypatch.setattr(dense_blocks, "rows_per_block", lambda width, device, caches=None: 64)
     layer = Dense(8, 8, linear=False, norm="batch", relu=False)
     x = torch.randn(1000, 8) + 1e3
     truth = torch.nn.functional.batch_norm(x.double(), None, None, training=True)

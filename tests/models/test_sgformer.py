@@ -17,7 +17,7 @@ from randombatch.models.global_attention import GlobalAttention
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (buffers, dense_blocks):
-        monkeypatch.setattr(module, "rows_per_block", lambda width, device, threads=None: 7)
+        monkeypatch.setattr(module, "rows_per_block", lambda width, device, caches=None: 7)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -41,7 +41,7 @@ def by_hand(module: nn.Module, x: Tensor, division: Division) -> Tensor:
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(("n", "p"), [(1, 2), (5, 9), (33, 4), (101, 7)])
 def test_equals_a_loop_over_batches(name: str, n: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, threads=None: 20)
+    monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, caches=None: 20)
     # PyG's SGFormerAttention knows float32 only.
     dtype, atol = (torch.float32, 2e-5) if name == "sgformer" else (torch.float64, 1e-11)
     module = MODULES[name]().to(dtype)
