@@ -36,14 +36,14 @@ def rows_per_block(width: int, device: torch.device, caches: float | None = None
 
 @functools.cache
 def _second_level_cache() -> int:
-    """Bytes of one core's, as Linux or the C library tells; at most 4 MB, 2 MB where nobody does."""
+    """Bytes of one core's, as Linux or the C library tells; 2 MB where nobody does, and at most: more is shared."""
     size = 0
     with contextlib.suppress(AttributeError, ValueError, OSError):
         size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     with contextlib.suppress(ValueError, OSError):
         # "1024K"; whether it is shared by several cores is not asked.
         size = size or 1024 * int(Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().rstrip("K\n"))
-    return min(size, 1 << 22) if size > 0 else 1 << 21
+    return min(size, 1 << 21) if size > 0 else 1 << 21
 
 
 def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
