@@ -165,7 +165,7 @@ class Division:
     def part(self, first: int, stop: int, device: torch.device | None = None) -> GivenBatches:
         """The batches from number `first` to `stop`; holds their order."""
         starts = self.starts[first : stop + 1]
-        order = self.order(int(starts[0]), int(starts[-1]), device)
+        order = self._span(int(starts[0]), int(starts[-1]), device)
         return GivenBatches(order, starts - starts[0], self.batch_size, self.seed, first=first)
 
     # As part of itself a division begins with its first batch, and rows are their own names: see `GivenBatches`.
@@ -173,9 +173,10 @@ class Division:
     room = None
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        return rows
+        return rows if self.rows is None else self.items_of(rows)
 
-    home_of = ids_of
+    def home_of(self, rows: Tensor) -> Tensor:
+        return rows
 
     @property
     def graph_sizes(self) -> Tensor:
@@ -211,9 +212,7 @@ class Division:
         """Blocks of one graph, its order computed a span at a time."""
         count = -(-n // self.batch_size)
         base, larger = divmod(n, count)
-        whole = None if self._held is None else self._held[first : first + n]
-        if whole is None and n <= SPAN:
-            whole = self.order(first, first + n, device)
+        whole = self._span(first, first + n, device) if self._held is not None or n <= SPAN else None
         position = first
         for size, batches in ((base + 1, larger), (base, count - larger)):
             per_block = max(1, max_items // size)
@@ -223,6 +222,10 @@ class Division:
                 order = self.order(position, stop, device) if whole is None else whole[position - first : stop - first]
                 yield from order.view(-1, size).split(per_block)
                 position = stop
+
+    def _span(self, start: int, stop: int, device: torch.device | None) -> Tensor:
+        """The order from position `start` to `stop`; for `blocks`, which may use what is held."""
+        return self.order(start, stop, device) if self._held is None else self._held[start:stop]
 
     def _blocks_of_graphs(self, g: int, end: int, max_items: int, device: torch.device | None) -> Iterator[Tensor]:
         """Blocks of several small graphs, their batches brought together by size."""

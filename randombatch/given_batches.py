@@ -21,12 +21,13 @@ class GivenBatches:
         seed: of the division that they are part of; dropout depends on it.
         ids: `(rows of the table,)` the item that each row holds, which dropout is keyed by (default: the rows).
         first: number of the first batch in that division.
-        room: gives a table with a row for each item, into which results go (to the rows of `ids`) and out of which
-            their gradients come; the gradient of the table goes into it, too. Default: results have the table's rows.
+        room: gives a table into which results go (to the rows `homes`) and out of which their gradients come; the
+            gradient of the table goes into it, too. Default: results have the table's rows.
         cuts: numbers of batches, from 0 on, at which sums over rows begin anew (see `Shard.pieces`).
         exact: whether such sums are taken in float64.
         totals: what becomes of them.
         num_all: items of the division that they are part of (default: of these batches).
+        homes: `(rows of the table,)` the row of the room that each row belongs to.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class GivenBatches:
         exact: bool = False,
         totals: Totals | None = None,
         num_all: int | None = None,
+        homes: Tensor | None = None,
     ) -> None:
         self.consecutive = order is None
         self.order = torch.arange(int(starts[-1]), device="cpu") if order is None else order
         self.starts, self.batch_size, self.seed, self.ids = starts, batch_size, seed, ids
         self.num_items, self.num_batches = len(self.order), len(starts) - 1
         self.first, self.room, self.cuts, self.totals = first, room, cuts, totals
-        self.exact = exact
+        self.exact, self.homes = exact, homes
         self.num_all = self.num_items if num_all is None else num_all
 
     def part(self, first: int, stop: int, device: torch.device | None = None) -> "GivenBatches":
@@ -75,7 +77,7 @@ class GivenBatches:
 
     def home_of(self, rows: Tensor) -> Tensor:
         """Where the results of these rows go."""
-        return rows if self.room is None else self.ids_of(rows)
+        return rows if self.homes is None else self.homes[rows]
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """The items that these rows hold."""

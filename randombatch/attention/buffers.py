@@ -21,10 +21,10 @@ ACCELERATOR_BLOCK_BYTES = 1 << 26
 
 
 def rows_per_block(width: int, device: torch.device, caches: float | None = None) -> int:
-    """How many rows of `width` numbers one block should have.
+    """How many rows of `width` numbers (float32) one block should have.
 
-    On a CPU its widest array takes so many second-level caches of a core (`caches`, default: half of those of torch's
-    threads, who share it): smaller blocks spend their time between operations, larger ones waiting for memory. On an
+    On a CPU they fill so many of the cores' second-level `caches` (default: half as many as torch has threads, which
+    share the block): smaller blocks spend their time between operations, larger ones waiting for memory. On an
     accelerator, `ACCELERATOR_BLOCK_BYTES`.
     """
     if device.type == "cpu":
@@ -120,8 +120,8 @@ class Scratch:
 
     @property
     def small(self) -> bool:
-        """Whether everything fits into one slab."""
-        return len(self._slabs) <= 1
+        """Whether everything fits into two slabs."""
+        return sum(len(slab) for slab in self._slabs) <= 2 * self.SLAB_BYTES
 
     def _spare_slab(self, size: int) -> Tensor:
         with contextlib.suppress(IndexError):
@@ -159,7 +159,9 @@ class Rows:
         self.items: np.ndarray | None = None
         if rows_ND.device.type == "cpu" and rows_ND.shape[1]:
             size = rows_ND.shape[1] * rows_ND.element_size()
-            self.items = self.rows.view(torch.uint8).numpy().reshape(-1).view(f"V{size}")
+            # A single number counts as contiguous whatever its stride, which `view` would stumble over.
+            flat = self.rows.as_strided((self.rows.numel(),), (1,))
+            self.items = flat.view(torch.uint8).numpy().view(f"V{size}")
 
     def take(self, table: "Rows", index: Index) -> Tensor:
         """Fill all rows with these rows of a table; returns them. The index is not checked."""

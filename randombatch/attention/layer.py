@@ -77,7 +77,7 @@ class Layer:
         softmax_weights = heads * min(division.batch_size, x.shape[0]) if kernel == "softmax" else 0
         widest = max(len(in_weight), x.shape[1], softmax_weights)
         # The number of threads has no say: the same blocks in all passes, and the same sums.
-        self.block_rows = block_rows or buffers.rows_per_block(widest, x.device, CACHES)
+        self.block_rows = block_rows or buffers.rows_per_block(widest * self.dtype.itemsize // 4, x.device, CACHES)
 
     def new_rows(self, width: int) -> Tensor:
         """An output with one row for each of x; those that are not divided stay zero."""
@@ -117,6 +117,7 @@ class Layer:
         x, grad_rows, dx = Rows(self.x), Rows(grad.contiguous()), Rows(dx_NF)
 
         def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, lane: Lane) -> None:
+            # What is kept brings the rows of x along, to where the block expects them.
             if kept is None or self.x_in_place:
                 block.set_x(self._input(block, x, as_index(rows_CP)))
             if kept is None:

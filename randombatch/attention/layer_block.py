@@ -51,8 +51,12 @@ class Weights:
         return {name: w for name, w in named.items() if w is not None}
 
     def held_size(self, rows: int, pairs: int) -> int:
-        """How many numbers input, projections and softmax weights of a block are; `pairs` is batches x P x P."""
-        return rows * (self.w_in.shape[1] + len(self.w_in)) + (self.heads * pairs if self.kernel == "softmax" else 0)
+        return held_size(self.w_in, self.heads, self.kernel, rows, pairs)
+
+
+def held_size(w_in: Tensor, heads: int, kernel: str, rows: int, pairs: int) -> int:
+    """How many numbers input, projections and softmax weights of some rows are that have so many pairs in batches."""
+    return rows * (w_in.shape[0] + w_in.shape[1]) + (heads * pairs if kernel == "softmax" else 0)
 
 
 def out_width(w_in: Tensor, w_out: Tensor | None, parts: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from randombatch.attention import blocks
 from randombatch.attention.folding import fold, scale_query
 from randombatch.attention.layer import Layer
-from randombatch.attention.layer_block import out_width
+from randombatch.attention.layer_block import held_size, out_width
 from randombatch.attention.rows import (
     autocast_type,
     divide_rows,
@@ -63,8 +63,8 @@ def projected_attention(
         mask: `(B, n)` with B n = N, True = valid: graph b is the valid rows of the b-th n; others come out as zero.
         division: the batches themselves, instead of `seed`, `batch_size`, `ptr`, `batch` and `mask`.
         dropout_p: dropout of the attention weights (softmax only).
-        recompute: False keeps rows in batch order, projections and softmax weights, N (F + W + p H) numbers, for the
-            backward pass (if there can be one).
+        recompute: False keeps rows in batch order, projections and softmax weights, N (F + W + p H) numbers of the type
+            that blocks are computed in, and N integers, for the backward pass (if there can be one).
         block_rows: rows per block (default: from the cache, see `buffers.rows_per_block`).
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.
@@ -81,7 +81,7 @@ def projected_attention(
         scale = (len(in_weight) // (3 * heads)) ** -0.5 if kernel == "softmax" else 1.0
         # Folding costs a few products of weights, which pay from about as many rows as there are features on. All ranks
         # decide alike.
-        many = (division.num_all if isinstance(division, GivenBatches) else len(x)) > 2 * x.shape[1]
+        many = (division.num_all if isinstance(division, GivenBatches) else x.shape[0]) > 2 * x.shape[1]
         if many and heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight):
             parts, in_weight, in_bias, out_bias = fold(
                 in_weight, in_bias, out_weight, out_bias, kernel, dropout_p, scale
@@ -97,7 +97,7 @@ def projected_attention(
         return _InRoom.apply(division, options, recompute, *given)
     if division is not None:
         seed, batch_size = torch.tensor(signed64(division.seed), device="cpu"), division.batch_size
-        order, ids, ptr = _given(division, x.device)
+        order, ids, ptr = _given(division, x)
     assert seed is not None
     out, *_ = projected(
         *given, seed, ptr, batch, mask, order, ids,
@@ -106,14 +106,14 @@ def projected_attention(
     return out
 
 
-def _given(
-    division: Division | GivenBatches, device: torch.device
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _given(division: Division | GivenBatches, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Order, ids and boundaries as the operator takes them; a plain division is named by its seed."""
     if isinstance(division, GivenBatches):
         return division.order, division.ids, division.starts
     if division.rows is not None:
-        return division.order(device=device), None, division.starts
+        rows = division.rows.to(x.device)
+        ids = rows.new_zeros(len(x)).index_copy_(0, rows, torch.arange(len(rows), device=x.device))
+        return division.order(device=x.device), ids, division.starts
     return None, None, division.ptr
 
 
@@ -122,6 +122,7 @@ def _divide(
     order: Tensor | None, ids: Tensor | None,
 ) -> Division | GivenBatches:  # fmt: skip
     if order is not None and ptr is None:
+        # What the forward pass drew.
         return Division(len(x), batch_size, int(seed)).hold_order(order=order)
     if len(x) <= SPAN and all(t is None for t in (ptr, batch, mask, order)):
         return _few_rows(len(x), batch_size, int(seed), x.device)
@@ -173,18 +174,24 @@ def projected(
 
 def _num_drawn(x: Tensor, recompute: bool, *described: Tensor | None) -> int:
     """How long the order is that the backward pass need not draw again."""
-    return 0 if recompute or any(t is not None for t in described) else len(x)
+    # Not `len`: that would compile it for this number of rows only.
+    return 0 if recompute or any(t is not None for t in described) else x.shape[0]
 
 
 @projected.register_fake
-def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, *rest):
-    _, _, parts, _, _, recompute, *_ = rest
+def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, batch_size, *rest):
+    heads, parts, kernel, _, recompute, *_ = rest
+    num_drawn = _num_drawn(x, recompute, ptr, batch, mask, order)
     saved: int | torch.SymInt = 0
-    if not recompute:
+    if not recompute and all(t is None for t in (ptr, batch, mask, order)):
+        batches = torch.sym_max(1, -(-x.shape[0] // batch_size))
+        size, larger = x.shape[0] // batches, x.shape[0] % batches
+        saved = held_size(in_weight, heads, kernel, x.shape[0], batches * size**2 + larger * (2 * size + 1))
+    elif not recompute:
         # How many depends on the sizes of the graphs, which only the real operator reads.
         saved = torch.library.get_ctx().new_dynamic_size()
     out = x.new_empty(x.shape[0], out_width(in_weight, out_weight, parts))
-    drawn = x.new_empty(_num_drawn(x, recompute, ptr, batch, mask, order), dtype=torch.int64)
+    drawn = x.new_empty(num_drawn, dtype=torch.int64)
     return out, x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype)), drawn
 
 

@@ -70,7 +70,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
-            "random batch attention has no forward-mode derivatives (jvp, jacfwd): use backward, vjp or jacrev"
+            "random batch attention has no forward-mode derivatives (jvp, jacfwd): use backward or torch.autograd.grad"
         )
 
 

@@ -43,7 +43,7 @@ class _Idle(torch.autograd.Function):
         if batches.room is None:
             return rows.clone()
         table = batches.room(rows.shape[1], rows.dtype)
-        put_rows(table, batches.ids, rows)
+        put_rows(table, batches.homes, rows)
         return table
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Idle(torch.autograd.Function):
         batches = ctx.batches
         if batches.room is None:
             return grad, None
-        put_rows(batches.room(grad.shape[1], grad.dtype), batches.ids, grad.index_select(0, batches.ids))
+        put_rows(batches.room(grad.shape[1], grad.dtype), batches.homes, grad.index_select(0, batches.homes))
         return grad.new_zeros(1, 1).expand(ctx.shape), None
 
 

@@ -67,7 +67,12 @@ def plan(division: Division, shard: Shard, device: torch.device | None = None) -
     order = torch.empty_like(arrival)
     order[arrival] = torch.arange(len(arrival), device=order.device)
     batches = GivenBatches(
-        order, starts[first : stop + 1] - begin, division.batch_size, division.seed, ids[arrival], first
+        order,
+        starts[first : stop + 1] - begin,
+        division.batch_size,
+        division.seed,
+        division.ids_of(ids[arrival]),
+        first,
     )
     return Plan(
         shard, by_destination if places is None else places[by_destination], send,
@@ -215,8 +220,8 @@ def in_common(
     ids = division.order(int(starts[0]), int(starts[-1]))
     visit = _Visit(shard, common, division, ids, (x.shape[1], x.dtype))
     batches = GivenBatches(
-        None, starts - starts[0], division.batch_size, division.seed, ids, first, visit.room,
-        shard.pieces(division.num_batches), shard.exact, shard.totals, division.num_items,
+        None, starts - starts[0], division.batch_size, division.seed, division.ids_of(ids), first, visit.room,
+        shard.pieces(division.num_batches), shard.exact, shard.totals, division.num_items, ids,
     )  # fmt: skip
     return _Leave.apply(compute(_Enter.apply(x, visit), batches), visit)
 

@@ -19,8 +19,8 @@ class RandomBatchAttention(Draws, nn.Module):
 
     y = concat_h(attention_h(x W_q', x W_k', x W_v')) W_out', attention restricted to the item's batch. Time O(N p F +
     N F^2). Gathering, projections, attention and output projection run block by block and only the input is kept for
-    the backward pass, so memory beyond output and gradients is a few MB whatever N is. Parameters are named and shaped
-    as in `nn.MultiheadAttention`: a state dict of one loads into the other.
+    the backward pass (see `recompute`), so memory beyond output and gradients is some MB for each thread whatever N is.
+    Parameters are named and shaped as in `nn.MultiheadAttention`: a state dict of one loads into the other.
 
     Args:
         embed_dim: F, width of input and output.
@@ -30,8 +30,8 @@ class RandomBatchAttention(Draws, nn.Module):
         dropout: of the attention weights, in training (softmax kernel only).
         kernel: "softmax", or "sgformer": SGFormer's linear attention, q and k divided by their row norms,
             o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) over a batch of s, for each head.
-        recompute: False keeps rows in batch order, projections and softmax weights, up to N (4 F + p H) numbers, for the
-            backward pass: a sixth to a fifth less time.
+        recompute: False keeps rows in batch order, projections and softmax weights for the backward pass, up to
+            N (4 F + p H) numbers (float32 for half precision) and N integers: less time for more memory.
         block_rows: rows per block; default: from the size of the cache (CPU) or a byte budget (accelerators).
         eval_seed: names the divisions of `eval()`, which are fixed ones. Give the layers of a stack different numbers,
             or call `convert(model, batch_size)`, which numbers them: layers of one number divide alike, and items of

@@ -102,10 +102,11 @@ class LargestZeros(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
 def test_what_is_kept_is_neither_computed_nor_drawn_again(
-    kernel: str, heads: int, monkeypatch: pytest.MonkeyPatch
+    kernel: str, heads: int, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weights = make(300, True)
     leaves = [t for t in (x, *weights) if t is not None]
@@ -116,9 +117,8 @@ def test_what_is_kept_is_neither_computed_nor_drawn_again(
         with monkeypatch.context() as patch:
             for owner, name in ((Division, "order"), (LayerBlock, "project"), (Rows, "take")):
                 patch.setattr(owner, name, _counted(getattr(owner, name), calls))
-            out = projected_attention(
-                x, *weights, torch.tensor(3), 7, heads=heads, kernel=kernel, block_rows=1000, recompute=recompute
-            )
+            options = {"heads": heads, "kernel": kernel, "block_rows": 1000, "pieces": pieces}
+            out = projected_attention(x, *weights, torch.tensor(3), 7, recompute=recompute, **options)
             forward = Counter(calls)
             with LargestZeros() as zeros:
                 gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -126,7 +126,7 @@ def test_what_is_kept_is_neither_computed_nor_drawn_again(
         results.append([out, *gradients])
         blocks = forward["project"]
         # The gradient's rows are taken in any case.
-        again = {"order": 1, "project": blocks, "take": 2 * blocks} if recompute else {"take": blocks}
+        again = {"order": pieces, "project": blocks, "take": 2 * blocks} if recompute else {"take": blocks}
         assert backward == Counter(again)
         # Nor does autograd make a gradient of it.
         assert zeros.largest < 300 * WIDTH
@@ -206,6 +206,55 @@ def test_equals_naive_on_several_graphs(heads: int, kernel: str) -> None:
 def test_equals_naive_with_dropout(heads: int) -> None:
     assert_same(50, 7, heads, "softmax", True, dropout_p=0.4, block_rows=16)
     assert_same(50, 7, heads, "softmax", False, dropout_p=0.4, recompute=False)
+    assert_same(60, 5, heads, "softmax", True, dropout_p=0.4, mask=torch.rand(3, 20) < 0.6)
+    assert_same(60, 5, heads, "softmax", True, dropout_p=0.4, batch=torch.randint(0, 4, (60,)), recompute=False)
+
+
+def test_what_is_dropped_goes_with_the_item() -> None:
+    """Some rows of a table, in another order than their items."""
+    x, weights = make(50, True)
+    division = Division(40, 7, 3).on_rows(torch.randperm(50)[:40])
+    fast = projected_attention(x, *weights, None, 7, heads=2, dropout_p=0.4, division=division)
+    truth = naive_layer(x, weights, division, 2, "softmax", 0.4)
+    torch.testing.assert_close(fast[division.rows], truth[division.rows], rtol=0, atol=1e-11)
+    plain = projected_attention(x[division.rows], *weights, torch.tensor(3), 7, heads=2, dropout_p=0.4)
+    torch.testing.assert_close(fast[division.rows], plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_padding_changes_nothing_of_what_is_dropped(recompute: bool) -> None:
+    x, weights = make(60, True)
+    mask = torch.rand(3, 20) < 0.6
+    results = []
+    for padding in (0, 5):
+        padded = torch.nn.functional.pad(x.view(3, 20, WIDTH), (0, 0, 0, padding), value=7.0)
+        valid = torch.nn.functional.pad(mask, (0, padding))
+        flat = padded.flatten(0, 1)
+        out = projected_attention(flat, *weights, torch.tensor(3), 5, mask=valid, dropout_p=0.4, recompute=recompute)
+        results.append(out[valid.flatten()])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (0, 3)])
+def test_a_gradient_of_one_number_for_all(shape: tuple[int, int], recompute: bool) -> None:
+    width = shape[1]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    shapes = ((3 * width, width), (3 * width,), (width, width), (width,))
+    weights = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    out = projected_attention(x, *weights, torch.tensor(3), 2, recompute=recompute)
+    out.sum().backward()
+    # A single item attends to itself.
+    torch.testing.assert_close(x.grad, torch.ones(shape, dtype=x.dtype) @ weights[2] @ weights[0][2 * width :])
+
+
+def test_float64_takes_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("randombatch.attention.buffers._second_level_cache", lambda: 1 << 20)
+    layers = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x, weights = torch.randn(5000, 64, dtype=dtype), (torch.randn(128, 64, dtype=dtype), None, None, None)
+        layers.append(Layer(x, *weights, Division(5000, 64, 0), 1, 2, "softmax", 0.0, 0))
+    assert [layer.block_rows for layer in layers] == [2048, 1024, 2048]
 
 
 @pytest.mark.parametrize("pieces", [2, 12])

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import randombatch as rb
 from randombatch import Division, RandomBatchAttention, fold_in
 from randombatch.attention import naive_attention
+from randombatch.attention.projected import projected
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -166,6 +168,38 @@ def test_compiles_whole(recompute: bool) -> None:
             f(*args).square().sum().backward()
             results.append([x.grad, *(p.grad for p in layer.parameters())])
         torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_is_compiled_once_for_any_number_of_rows(kernel: str, recompute: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = RandomBatchAttention(8, 1, 7, kernel=kernel, recompute=recompute)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for n in (50, 61, 49, 100):
+        x = torch.randn(n, 8, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        results = []
+        for f in (layer, compiled):
+            torch.manual_seed(2)
+            out = f(x)
+            results.append([out, torch.autograd.grad(out.square().sum(), x)[0]])
+        torch.testing.assert_close(results[0], results[1])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+@pytest.mark.parametrize(("n", "p"), [(0, 4), (1, 4), (50, 7), (50, 64)])
+def test_what_is_kept_has_a_size_without_being_computed(n: int, p: int, kernel: str) -> None:
+    layer = RandomBatchAttention(8, 2, p, kernel=kernel)
+    weights = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias
+    rest = (p, 2, 3, kernel, 0.0, False, 0)
+    real, fake = (
+        projected(*(t.to(device) for t in (torch.randn(n, 8), *weights)), torch.tensor(3), *[None] * 5, *rest)
+        for device in ("cpu", "meta")
+    )
+    assert [t.shape for t in real] == [t.shape for t in fake]
 
 
 @pytest.mark.parametrize("heads", [1, 2])
