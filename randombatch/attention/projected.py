@@ -178,17 +178,23 @@ def _num_drawn(x: Tensor, recompute: bool, *described: Tensor | None) -> int:
     return 0 if recompute or any(t is not None for t in described) else x.shape[0]
 
 
+def _num_pairs(n: int, batch_size: int) -> int:
+    """How many pairs of items the batches of one graph have: the sum of their sizes squared."""
+    batches = max(1, -(-n // batch_size))
+    size, larger = divmod(n, batches)
+    return larger * (size + 1) ** 2 + (batches - larger) * size**2
+
+
 @projected.register_fake
 def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, batch_size, *rest):
     heads, parts, kernel, _, recompute, *_ = rest
     num_drawn = _num_drawn(x, recompute, ptr, batch, mask, order)
+    n, one_graph = x.shape[0], all(t is None for t in (ptr, batch, mask, order))
     saved: int | torch.SymInt = 0
-    if not recompute and all(t is None for t in (ptr, batch, mask, order)):
-        batches = torch.sym_max(1, -(-x.shape[0] // batch_size))
-        size, larger = x.shape[0] // batches, x.shape[0] % batches
-        saved = held_size(in_weight, heads, kernel, x.shape[0], batches * size**2 + larger * (2 * size + 1))
+    if not recompute and one_graph and (isinstance(n, int) or kernel == "sgformer"):
+        saved = held_size(in_weight, heads, kernel, n, _num_pairs(n, batch_size) if kernel == "softmax" else 0)
     elif not recompute:
-        # How many depends on the sizes of the graphs, which only the real operator reads.
+        # How many depends on the sizes of the graphs, which only the real operator reads (or is not known yet).
         saved = torch.library.get_ctx().new_dynamic_size()
     out = x.new_empty(x.shape[0], out_width(in_weight, out_weight, parts))
     drawn = x.new_empty(num_drawn, dtype=torch.int64)
