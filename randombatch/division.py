@@ -168,11 +168,12 @@ class Division:
         order = self._span(int(starts[0]), int(starts[-1]), device)
         return GivenBatches(order, starts - starts[0], self.batch_size, self.seed, first=first)
 
-    # As part of itself a division begins with its first batch, and rows are their own names: see `GivenBatches`.
+    # As part of itself a division begins with its first batch, and results go where rows came from: see `GivenBatches`.
     first = 0
     room = None
 
     def ids_of(self, rows: Tensor) -> Tensor:
+        """`items_of` rows that are known to be divided."""
         return rows if self.rows is None else self.items_of(rows)
 
     def home_of(self, rows: Tensor) -> Tensor:

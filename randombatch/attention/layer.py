@@ -26,8 +26,8 @@ PIECES, LONGEST = 32, 8
 # Second-level caches for the widest array of a block. With less, lanes ask for Python's lock more often than pays.
 CACHES = 1
 
-# Where what is kept of a block begins, and its rows.
-Piece = list[tuple[int, Tensor]]
+# Where what is kept of a block lies, and its rows.
+Piece = list[tuple[slice, Tensor]]
 
 
 def blocks_per_piece(num_blocks: int) -> int:
@@ -148,10 +148,8 @@ class Layer:
         num_blocks = min(-(-self.division.num_items // self.block_rows), self.division.num_batches)
 
         def compute(lane: Lane, piece: Piece) -> Tensor | None:
-            for first, rows_CP in piece:
-                block = lane.block(*rows_CP.shape)
-                size = self._saved_size(block.rows, block.rows * rows_CP.shape[1])
-                step(block, rows_CP, saved[first : first + size] if saved.numel() else None, lane)
+            for place, rows_CP in piece:
+                step(lane.block(*rows_CP.shape), rows_CP, saved[place] if saved.numel() else None, lane)
             return None if collect is None else lane.take_sums()
 
         pieces = self._pieces(num_blocks, order)
@@ -185,11 +183,12 @@ class Layer:
         for run in self._runs(num_blocks):
             piece = []
             for rows_CP in run:
+                rows = rows_CP.numel()
                 if order is not None:
-                    order[done : done + rows_CP.numel()] = rows_CP.flatten()
-                    done += rows_CP.numel()
-                piece.append((start, rows_CP))
-                start += self._saved_size(rows_CP.numel(), rows_CP.numel() * rows_CP.shape[1])
+                    order[done : done + rows] = rows_CP.flatten()
+                size = self._saved_size(rows, rows * rows_CP.shape[1])
+                piece.append((slice(start, start + size), rows_CP))
+                start, done = start + size, done + rows
             yield piece
 
     def _runs(self, num_blocks: int) -> Iterator[Iterable[Tensor]]:

@@ -255,7 +255,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 19
+        return (None,) * len(ctx.needs_input_grad)
     *tensors, order, ids, saved, drawn = ctx.saved_tensors
     tensors += [drawn if drawn.numel() else order, ids]
     gradients = projected_backward(grad, saved, *tensors, *ctx.rest)

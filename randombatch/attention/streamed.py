@@ -136,8 +136,7 @@ def _stream(
             softmax.weigh(bias, (lead.stop - first, heads, len(rows_CP)))
             if dropout_p:
                 numbers = torch.arange(first * heads, lead.stop * heads, device=device)
-                items_CP = rows_CP if division.rows is None else division.items_of(rows_CP)
-                keep = blocks.dropout_scale(items_CP, numbers, dropout_p, division.seed, scratch.dtype)
+                keep = blocks.dropout_scale(division.ids_of(rows_CP), numbers, dropout_p, division.seed, scratch.dtype)
                 softmax.drop(keep.view_as(softmax.weights))
             yield _Block(rows_CP, lead, softmax)
 

@@ -66,14 +66,8 @@ def plan(division: Division, shard: Shard, device: torch.device | None = None) -
     arrival = sorting(ids if shard.owner is None else source * shard.num_rows + ids)
     order = torch.empty_like(arrival)
     order[arrival] = torch.arange(len(arrival), device=order.device)
-    batches = GivenBatches(
-        order,
-        starts[first : stop + 1] - begin,
-        division.batch_size,
-        division.seed,
-        division.ids_of(ids[arrival]),
-        first,
-    )
+    items = division.ids_of(ids[arrival])
+    batches = GivenBatches(order, starts[first : stop + 1] - begin, division.batch_size, division.seed, items, first)
     return Plan(
         shard, by_destination if places is None else places[by_destination], send,
         torch.bincount(source, minlength=shard.size).tolist(), batches,

@@ -195,11 +195,18 @@ def test_what_is_kept_has_a_size_without_being_computed(n: int, p: int, kernel: 
     layer = RandomBatchAttention(8, 2, p, kernel=kernel)
     weights = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias
     rest = (p, 2, 3, kernel, 0.0, False, 0)
+    x = torch.randn(n, 8)
     real, fake = (
-        projected(*(t.to(device) for t in (torch.randn(n, 8), *weights)), torch.tensor(3), *[None] * 5, *rest)
+        projected(*(t.to(device) for t in (x, *weights)), torch.tensor(3), *[None] * 5, *rest)
         for device in ("cpu", "meta")
     )
-    assert [t.shape for t in real] == [t.shape for t in fake]
+    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in fake]
+    _, saved, drawn = real
+    division = Division(n, p, 3)
+    assert torch.equal(drawn, division.order())
+    # Batches of the largest size are the first block, and its rows of x the first that it keeps.
+    first = sum(size for size in division.sizes if size == division.sizes[0])
+    assert torch.equal(saved[: first * 8].view(first, 8), x[drawn[:first]])
 
 
 @pytest.mark.parametrize("heads", [1, 2])
