@@ -80,14 +80,15 @@ def _check_options(
     dropout_p: float, scale: float | None, is_causal: bool, self_correction: bool, generator: torch.Generator | None
 ) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
-        if not isinstance(number, int | float | torch.SymInt | torch.SymFloat):
+        # A tuple: torch 2.9 cannot compile a union of types.
+        if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"`{name}` must be a number, got {type(number).__name__} {number!r}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"`dropout_p` must lie in [0, 1], got {dropout_p}")
     for name, flag in (("is_causal", is_causal), ("self_correction", self_correction)):
         if not isinstance(flag, bool):
             raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-    if not isinstance(generator, torch.Generator | None):
+    if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
 
 

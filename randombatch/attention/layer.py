@@ -83,13 +83,15 @@ class Layer:
         """An output with one row for each of x; those that are not divided stay zero."""
         return buffers.new_rows(self.x, len(self.x), width, zero=self.division.num_items < len(self.x))
 
-    def new_saved(self, recompute: bool) -> Tensor:
-        """Memory for what all blocks hold, in a row; empty if it is to be computed again."""
+    def new_saved(self, size: int | None) -> Tensor:
+        """Memory for what all blocks hold, in a row: `size` numbers (default: just enough), zero where not needed."""
         like = self.x.new_empty(0, dtype=self.dtype)
-        if recompute:
+        if size == 0:
             return like
-        pairs = int(self.division.starts.diff().square().sum())
-        return buffers.new_rows(like, self._saved_size(self.division.num_items, pairs))
+        needed = self._saved_size(self.division.num_items, int(self.division.starts.diff().square().sum()))
+        saved = buffers.new_rows(like, needed if size is None else size)
+        saved[needed:].zero_()
+        return saved
 
     def _saved_size(self, rows: int, pairs: int) -> int:
         """How many numbers are saved of blocks with so many rows and, in their batches, pairs of rows."""

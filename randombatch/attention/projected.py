@@ -166,7 +166,8 @@ def projected(
     division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-    out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(recompute)
+    size = 0 if recompute else _most_saved(x, in_weight, ptr, batch, mask, order, batch_size, heads, kernel)
+    out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(size)
     drawn = x.new_empty(_num_drawn(x, recompute, ptr, batch, mask, order), dtype=torch.int64)
     layer.forward(out_NF, saved, drawn if drawn.numel() else None)
     return out_NF, saved, drawn
@@ -178,24 +179,27 @@ def _num_drawn(x: Tensor, recompute: bool, *described: Tensor | None) -> int:
     return 0 if recompute or any(t is not None for t in described) else x.shape[0]
 
 
-def _num_pairs(n: int, batch_size: int) -> int:
-    """How many pairs of items the batches of one graph have: the sum of their sizes squared."""
-    batches = max(1, -(-n // batch_size))
-    size, larger = divmod(n, batches)
-    return larger * (size + 1) ** 2 + (batches - larger) * size**2
+def _most_saved(
+    x: Tensor, in_weight: Tensor, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None, order: Tensor | None,
+    batch_size: int, heads: int, kernel: str,
+) -> int | None:  # fmt: skip
+    """How many numbers what is saved takes at most; None if that depends on the sizes of graphs.
+
+    Batches as large as they may be, and all rows valid: so a compiler knows it, and for any number of rows.
+    """
+    if any(t is not None for t in (ptr, batch, order)):
+        return None
+    items = x.shape[0] if mask is None else mask.shape[1]
+    return held_size(in_weight, heads, kernel, x.shape[0], x.shape[0] * torch.sym_min(items, batch_size))
 
 
 @projected.register_fake
 def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, batch_size, *rest):
     heads, parts, kernel, _, recompute, *_ = rest
     num_drawn = _num_drawn(x, recompute, ptr, batch, mask, order)
-    n, one_graph = x.shape[0], all(t is None for t in (ptr, batch, mask, order))
-    saved: int | torch.SymInt = 0
-    if not recompute and one_graph and (isinstance(n, int) or kernel == "sgformer"):
-        saved = held_size(in_weight, heads, kernel, n, _num_pairs(n, batch_size) if kernel == "softmax" else 0)
-    elif not recompute:
-        # How many depends on the sizes of the graphs, which only the real operator reads (or is not known yet).
-        saved = torch.library.get_ctx().new_dynamic_size()
+    size = 0 if recompute else _most_saved(x, in_weight, ptr, batch, mask, order, batch_size, heads, kernel)
+    # Only the real operator reads the sizes of the graphs.
+    saved = torch.library.get_ctx().new_dynamic_size() if size is None else size
     out = x.new_empty(x.shape[0], out_width(in_weight, out_weight, parts))
     drawn = x.new_empty(num_drawn, dtype=torch.int64)
     return out, x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype)), drawn
@@ -276,7 +280,7 @@ class _InRoom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, division, options, recompute, x, in_weight, in_bias, out_weight, out_bias):
         layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-        out_NF, saved = division.room(layer.weights.out_width, x.dtype), layer.new_saved(recompute)
+        out_NF, saved = division.room(layer.weights.out_width, x.dtype), layer.new_saved(0 if recompute else None)
         layer.forward(out_NF, saved)
         ctx.division, ctx.options = division, options
         ctx.save_for_backward(saved, x, in_weight, in_bias, out_weight, out_bias)

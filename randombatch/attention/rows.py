@@ -50,13 +50,17 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
 def autocast_type(x: Tensor) -> torch.dtype | None:
     """The type that autocast would have x in; None where it is off, or where there is none ("meta")."""
     kind = x.device.type
-    available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if available else None
+    return torch.get_autocast_dtype(kind) if _has_autocast(kind) and torch.is_autocast_enabled(kind) else None
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else contextlib.nullcontext()
+
+
+def _has_autocast(kind: str) -> bool:
+    # torch 2.9 cannot compile the question itself.
+    return kind != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(kind)
 
 
 def refuse_second_derivatives(ctx: Any, *_: Tensor) -> None:

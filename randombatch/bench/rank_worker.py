@@ -3,8 +3,6 @@
 Run by `bench.ranks`, never by hand. Requests: `{"do": "time" | "parts" | "memory" | "messages"}`.
 """
 
-import json
-import sys
 import time
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch.nn.functional as nnf
 
 from randombatch.attention.buffers import put_rows
 from randombatch.attention.recycled import recycle_memory, trim_memory
+from randombatch.bench.processes import serve
 from randombatch.data.part import Part, synthetic_part
 from randombatch.data.synthetic import Synthetic
 from randombatch.distributed import Shard, ShardedAdjacency, all_reduce_gradients
@@ -220,15 +219,11 @@ class Rank:
         return min(times[1:])
 
 
-def main() -> None:
-    settings: dict[str, Any] = json.loads(sys.argv[1])
+def _make(settings: dict[str, Any]) -> Rank:
     torch.set_num_threads(1)
     recycle_memory()
-    rank = Rank(settings)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(getattr(rank, json.loads(line)["do"])()), flush=True)
+    return Rank(settings)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_make)

@@ -6,17 +6,15 @@ others takes alpha (R - 1) + beta m seconds. What is predicted from it, for anot
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from randombatch.bench.processes import Worker
 from randombatch.distributed.partition import PARTITIONS
 from randombatch.machine import machine
 
@@ -64,40 +62,28 @@ class Group:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "randombatch.bench.rank_worker", json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                env={**os.environ, **meeting, "RANK": str(rank)},
-            )
+        self._workers = [
+            Worker(f"rank {rank} of {size}", "rank_worker", settings, {**os.environ, **meeting, "RANK": str(rank)})
             for rank in range(size)
-        ]  # fmt: skip
-        self._answers()
+        ]
+        try:
+            self._answers()
+        except BaseException:
+            self.stop()
+            raise
 
     def ask(self, what: str) -> list[dict[str, Any]]:
         """The answers of all ranks."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"do": what}) + "\n")
-            process.stdin.flush()
+        for worker in self._workers:
+            worker.request(what)
         return self._answers()
 
     def _answers(self) -> list[dict[str, Any]]:
-        answers = []
-        for rank, process in enumerate(self._processes):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                assert process.stderr is not None
-                reason = process.stderr.read().strip().splitlines() or ["killed"]
-                raise RuntimeError(f"rank {rank} of {len(self._processes)} ended: {reason[-1]}")
-            answers.append(json.loads(line))
-        return answers
+        return [worker.answer() for worker in self._workers]
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        for worker in self._workers:
+            worker.stop()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from randombatch.bench.processes import prints_apart
 from randombatch.data.store.budget import Watch
 from randombatch.train.config import Config
 from randombatch.train.job import load_rows, make_problem
@@ -29,4 +30,5 @@ def peak(settings: dict[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(peak(json.loads(sys.argv[1]))))
+    with prints_apart() as answers:
+        print(json.dumps(peak(json.loads(sys.argv[1]))), file=answers)

@@ -4,8 +4,6 @@ Requests: `{"do": "memory"}` and `{"do": "time"}`. Run by `bench.processes`, nev
 """
 
 import contextlib
-import json
-import sys
 import time
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from randombatch.bench.contenders import CONTENDERS, Contender, Sizes
+from randombatch.bench.processes import serve
 from randombatch.bench.step import TrainingStep
 from randombatch.machine import Peak
 
@@ -46,19 +45,14 @@ class Layer:
         return {"forward_s": middle - start, "train_s": time.perf_counter() - start}
 
 
-def main() -> None:
-    settings: dict[str, Any] = json.loads(sys.argv[1])
+def _make(settings: dict[str, Any]) -> Layer | TrainingStep:
     # If memory runs out, it shall be this process that ends, not another one of the machine's.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     torch.set_num_threads(settings.pop("threads"))
     torch.manual_seed(0)
-    contender = TrainingStep(settings) if "case" in settings else Layer(settings)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        answer = contender.memory() if json.loads(line)["do"] == "memory" else contender.time()
-        print(json.dumps(answer), flush=True)
+    return TrainingStep(settings) if "case" in settings else Layer(settings)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_make)

@@ -33,16 +33,23 @@ def register() -> None:
 
 
 def padding_mask(
-    batch_size: int,
-    q_length: int,
+    *,
     kv_length: int,
+    q_length: int | None = None,
     q_offset: int = 0,
     kv_offset: int = 0,
+    cache_position: Tensor | None = None,
     mask_function=bidirectional_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs,
 ) -> Tensor | None:
-    """The padding as `(batch, L)`, True = valid, or None: never L x L. Refuses every mask that is more than padding."""
+    """The padding as `(batch, L)`, True = valid, or None: never L x L. Refuses every mask that is more than padding.
+
+    transformers 5.0 describes the queries by `cache_position`, later versions by length and offset.
+    """
+    if q_length is None:
+        assert cache_position is not None
+        q_length, q_offset = len(cache_position), int(cache_position[0])
     if mask_function is not bidirectional_mask_function:
         raise ValueError(
             "random batch attention is for encoders: it cannot follow a causal, sliding-window or packed mask "

@@ -160,9 +160,9 @@ def test_nothing_is_kept_where_there_is_no_way_back(monkeypatch: pytest.MonkeyPa
     kept = []
     new_saved = Layer.new_saved
 
-    def noted(layer: Layer, recompute: bool) -> Tensor:
-        kept.append(not recompute)
-        return new_saved(layer, recompute)
+    def noted(layer: Layer, size: int | None) -> Tensor:
+        kept.append(size != 0)
+        return new_saved(layer, size)
 
     monkeypatch.setattr(Layer, "new_saved", noted)
     x, weights = make(30, True)

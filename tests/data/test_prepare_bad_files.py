@@ -109,11 +109,20 @@ def flipped(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flipped_edge(path: Path) -> None:
+    """The lowest bit of the first source: still a node."""
+    content = bytearray(path.read_bytes())
+    name = content.index(b"edge_index.npy")
+    content[content.index(b"\n", content.index(b"\x93NUMPY", name)) + 1] ^= 1
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (truncated, "is damaged|is not a zip file|it has no raw"),
         (flipped, "node_feat of .* is damaged"),
+        (flipped_edge, "edge_index of .* is damaged"),
         (lambda path: path.write_bytes(b"<html>"), "is not a zip file: fetch it again|is damaged"),
     ],
 )

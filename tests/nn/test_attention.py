@@ -153,6 +153,8 @@ def test_nan_stays_in_its_batch(heads: int, kernel: str) -> None:
     assert torch.equal(out[batch != batch[7]], clean[batch != batch[7]])
 
 
+# What is kept of several graphs depends on their sizes, which torch 2.9 wants to be told.
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 @pytest.mark.parametrize("recompute", [True, False])
 def test_compiles_whole(recompute: bool) -> None:
     layer = RandomBatchAttention(16, 2, 8, dropout=0.1, recompute=recompute)
@@ -175,7 +177,7 @@ def test_compiles_whole(recompute: bool) -> None:
 def test_is_compiled_once_for_any_number_of_rows(kernel: str, recompute: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    layer = RandomBatchAttention(8, 1, 7, kernel=kernel, recompute=recompute)
+    layer = RandomBatchAttention(8, 1, 55, kernel=kernel, recompute=recompute)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for n in (50, 61, 49, 100):
         x = torch.randn(n, 8, requires_grad=True)

@@ -156,17 +156,19 @@ def test_decoders_cross_attention_caches_and_foreign_models_are_refused() -> Non
     with pytest.raises(ValueError, match="is a decoder"):
         convert(decoder, 6)
     query = transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**SMALL, encoder_hidden_size=32))
-    with pytest.raises(ValueError, match="is cross-attention"):
+    # In transformers 5.0 this one and the next have no registered attention at all.
+    unknown = "does not take its attention from transformers' registry"
+    with pytest.raises(ValueError, match=f"is cross-attention|{unknown}"):
         convert(query, 6)
     t5 = transformers.T5EncoderModel(
         transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50)
     )
-    with pytest.raises(ValueError, match="adds a position bias"):
+    with pytest.raises(ValueError, match=f"adds a position bias|{unknown}"):
         convert(t5, 6)
     longformer = transformers.LongformerModel(
         transformers.LongformerConfig(**SMALL, vocab_size=50, attention_window=[4, 4])
     )
-    with pytest.raises(ValueError, match="does not take its attention from transformers' registry"):
+    with pytest.raises(ValueError, match=unknown):
         convert(longformer, 6)
     assert gpt.config._attn_implementation != "random_batch"
 
@@ -236,6 +238,8 @@ def test_the_function_itself_refuses_what_it_cannot_do() -> None:
         hf.random_batch_forward(module.eval(), q, q, q, None)
     causal = transformers.masking_utils.causal_mask_function
     with pytest.raises(ValueError, match="causal, sliding-window or packed"):
-        hf.padding_mask(1, 10, 10, mask_function=causal)
+        hf.padding_mask(q_length=10, kv_length=10, mask_function=causal)
     with pytest.raises(ValueError, match="query length 1 and key length 10 differ"):
-        hf.padding_mask(1, 1, 10)
+        hf.padding_mask(q_length=1, kv_length=10)
+    with pytest.raises(ValueError, match="query length 1 and key length 10 differ"):
+        hf.padding_mask(cache_position=torch.tensor([9]), kv_length=10)

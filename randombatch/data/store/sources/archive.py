@@ -231,7 +231,14 @@ class NpyArray:
             return self._read(file, self.nbytes // self.dtype.itemsize).reshape(self.shape[::-1]).T
 
     def _jump(self, file: IO[bytes], values: int) -> None:
-        file.seek(self._offset + values * self.dtype.itemsize)
+        place = self._offset + values * self.dtype.itemsize
+        if not isinstance(file, zipfile.ZipExtFile):
+            file.seek(place)
+            return
+        # By reading: from Python 3.12 on, seeking in a member gives up the check of its sum.
+        while left := place - file.tell():
+            if not file.read(min(left, 1 << 20)):
+                raise EOFError(f"{left} bytes are missing")
 
     def _read(self, file: IO[bytes], count: int) -> np.ndarray:
         wanted = count * self.dtype.itemsize
