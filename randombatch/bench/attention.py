@@ -57,22 +57,32 @@ class Settings:
 def verify(settings: Settings) -> float:
     """The largest deviation of our layer from `naive` in output and gradients, at a size `naive` can do.
 
+    On as many threads, in blocks side by side, and folded, as in the benchmark, with and without recomputing.
+
     Raises:
         AssertionError: it is more than rounding; no speed is worth reporting then.
     """
     torch.manual_seed(1)
-    n = min(settings.nodes, 3 * settings.batch_size + 1)
-    layer = RandomBatchAttention(settings.dim, settings.heads, settings.batch_size, dtype=torch.float64)
+    p, threads = settings.batch_size, torch.get_num_threads()
+    n = min(settings.nodes, max(4 * settings.threads * p, 2 * settings.dim + p) + 1)
+    layer = RandomBatchAttention(settings.dim, settings.heads, p, dtype=torch.float64)
     x = torch.randn(n, settings.dim, dtype=torch.float64, requires_grad=True)
     weights = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias
-    ours = projected_attention(x, *weights, torch.tensor(7), settings.batch_size, heads=settings.heads)
     qkv = torch.nn.functional.linear(x, weights[0], weights[1]).view(n, 3, settings.heads, -1).permute(1, 2, 0, 3)
-    attended = naive_attention(qkv[0:1], qkv[1:2], qkv[2:3], Division(n, settings.batch_size, 7))[0]
+    attended = naive_attention(qkv[0:1], qkv[1:2], qkv[2:3], Division(n, p, 7))[0]
     truth = layer.out_proj(attended.transpose(0, 1).reshape(n, -1))
     grad = torch.randn_like(truth)
     leaves = [x, *layer.parameters()]
-    pairs = [(ours, truth), *zip(*(torch.autograd.grad(y, leaves, grad) for y in (ours, truth)), strict=True)]
-    error = max(float((a - b).detach().abs().max() / (1 + b.detach().abs().max())) for a, b in pairs)
+    expected = truth, *torch.autograd.grad(truth, leaves, grad)
+    deviations = []
+    torch.set_num_threads(settings.threads)
+    for recompute in (True, False):
+        options: dict[str, Any] = {"heads": settings.heads, "recompute": recompute, "block_rows": p}
+        ours = projected_attention(x, *weights, torch.tensor(7), p, **options)
+        for a, b in zip((ours, *torch.autograd.grad(ours, leaves, grad)), expected, strict=True):
+            deviations.append((a - b).detach().abs().max() / (1 + b.detach().abs().max()))
+    torch.set_num_threads(threads)
+    error = float(torch.stack(deviations).max())
     if not error < 1e-9:
         raise AssertionError(f"our layer deviates from naive by {error:.1e}: no speed is reported for a wrong result")
     return error

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import randombatch
+from randombatch.attention import layer, projected
 from randombatch.bench import attention
 from randombatch.machine import Peak
 
@@ -87,6 +88,31 @@ def test_a_wrong_result_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(attention, "projected_attention", lambda *a, **k: right(*a, **k) * 1.001)
     with pytest.raises(AssertionError, match="no speed is reported for a wrong result"):
         attention.verify(settings)
+
+
+@pytest.mark.parametrize("dim", [8, 256])
+@pytest.mark.parametrize("broken", ["folded", "lanes", "nan"])
+def test_what_is_timed_is_what_is_verified(monkeypatch: pytest.MonkeyPatch, dim: int, broken: str) -> None:
+    fold, compute = projected.fold, layer.in_lanes
+
+    def folded(*arguments):
+        parts, weight, *biases = fold(*arguments)
+        return parts, 1.001 * weight, *biases
+
+    def lanes(pieces, computes, collect=None):
+        if len(computes) > 1 and collect is not None:
+            next(pieces)
+        compute(pieces, computes, collect)
+
+    if broken == "folded":
+        monkeypatch.setattr(projected, "fold", folded)
+    elif broken == "lanes":
+        monkeypatch.setattr(layer, "in_lanes", lanes)
+    else:
+        right = attention.projected_attention
+        monkeypatch.setattr(attention, "projected_attention", lambda *a, **k: right(*a, **k) * float("nan"))
+    with pytest.raises(AssertionError, match="no speed is reported for a wrong result"):
+        attention.verify(attention.Settings(dim=dim, batch_size=16, threads=2))
 
 
 def test_peak_sees_what_was_touched_and_freed() -> None:
