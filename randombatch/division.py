@@ -9,7 +9,16 @@ from torch import Tensor
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
 
-__all__ = ["Division", "check_batch_size", "check_ptr", "draw_seed", "even_bounds", "fold_in", "orders"]
+__all__ = [
+    "Division",
+    "check_batch_size",
+    "check_generator",
+    "check_ptr",
+    "draw_seed",
+    "even_bounds",
+    "fold_in",
+    "orders",
+]
 
 # Positions turned into items at a time: as many as torch looks up in one thread, while others compute.
 SPAN = 32768
@@ -23,6 +32,13 @@ def check_batch_size(batch_size: int, num_items: int | None = None) -> None:
         raise ValueError(
             f"`batch_size` must be at least 2, got {batch_size}: with one item per batch nothing attends to anything"
         )
+    if isinstance(batch_size, int) and batch_size >= 1 << 63:
+        raise ValueError(f"`batch_size` must be less than 2**63, got {batch_size}")
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
 
 
 def draw_seed(generator: torch.Generator | None = None) -> Tensor:
@@ -83,6 +99,9 @@ class Division:
     @classmethod
     def draw(cls, num_items: int, batch_size: int, generator: torch.Generator | None = None) -> "Division":
         """A division whose seed comes from `generator` (default: torch's)."""
+        check_generator(generator)
+        # What is refused must not have drawn anything.
+        cls(num_items, batch_size, 0)
         return cls(num_items, batch_size, int(draw_seed(generator)))
 
     def on_rows(self, rows: Tensor) -> "Division":
@@ -355,7 +374,10 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def check_ptr(ptr: Tensor, num_items: int) -> Tensor:
     """A copy on the CPU; refuses boundaries that do not rise from 0 to the number of items."""
-    ptr = torch.as_tensor(ptr, device="cpu").detach().clone()
+    try:
+        ptr = torch.as_tensor(ptr, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`ptr` must be a list of integers, got {type(ptr).__name__} {ptr!r}") from None
     if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
         raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
     ptr = ptr.long()

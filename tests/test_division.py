@@ -263,3 +263,12 @@ def test_bad_items_and_rows() -> None:
         Division(10, 2, 0).batch_of(torch.tensor([1.0]))
     with pytest.raises(ValueError, match="distinct"):
         Division(3, 2, 0).on_rows(torch.tensor([1, 1, 2]))
+
+
+def test_what_is_refused_has_drawn_nothing() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
+        Division.draw(10, 1)
+    with pytest.raises(TypeError, match="`generator` must be a torch.Generator, got int"):
+        Division.draw(10, 4, generator=3)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -15,6 +15,7 @@ after = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), numpy
 assert torch.equal(before[0], after[0]) and before[1:] == after[1:], "a side effect"
 heavy = {"torch_geometric", "transformers", "scipy", "sklearn", "numba", "typer", "rich", "matplotlib"}
 print(*sorted(heavy & {name.split(".")[0] for name in sys.modules}))
+print(*sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

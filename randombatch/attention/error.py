@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from randombatch.attention.functional import _canonical
-from randombatch.division import Division, draw_seed, fold_in
+from randombatch.division import Division, check_batch_size, check_generator, draw_seed, fold_in
 
 # Numbers in one block of logits against all keys, and in one block of gathered keys.
 BLOCK = 1 << 22
@@ -56,13 +56,20 @@ def estimate_error(
     Returns:
         `{p: ErrorEstimate(error, stderr)}`; the standard error is that of the sampling of queries and divisions.
     """
+    if not isinstance(batch_sizes, int | Iterable):
+        raise TypeError(f"`batch_sizes` must be ints, got {type(batch_sizes).__name__} {batch_sizes!r}")
     batch_sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
+    if not isinstance(self_correction, bool):
+        raise TypeError(f"`self_correction` must be True or False, got {self_correction!r}")
+    check_generator(generator)
     q, k, v = (x.detach().flatten(0, 1) for x in _canonical(query, key, value, False))
     if not isinstance(sample, int) or not isinstance(rounds, int) or sample < 2 or rounds < 1:
         raise ValueError(f"`sample` must be an int of at least 2 and `rounds` of at least 1, got {sample} and {rounds}")
     length = q.shape[1]
     if not q.numel():
         raise ValueError("there is nothing to estimate from an empty input")
+    for p in batch_sizes:
+        check_batch_size(p, length)
     scale = q.shape[2] ** -0.5
     seed = int(draw_seed(generator))
     chosen = Division(length, max(2, length), seed).order(0, min(sample, length), device=q.device)

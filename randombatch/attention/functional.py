@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from randombatch.attention.rows import autocast_type, refuse_tangents
+from randombatch.attention.rows import autocast_type, check_numbers, refuse_tangents
 from randombatch.attention.streamed import attention
-from randombatch.division import Division, check_batch_size, draw_seed
+from randombatch.division import Division, check_batch_size, check_generator, draw_seed
 
 
 def random_batch_attention(
@@ -39,8 +39,8 @@ def random_batch_attention(
         batch_size: p >= 2; p >= L is full attention. Give either this or `division`.
         division: who shares a batch; default: drawn anew from `generator`.
         generator: where the seed of the division comes from (default: torch's).
-        key_padding_mask: `(batch, L)`, True = ignore this key, where `batch` is the first dimension of `query` (for
-            `(L, E)` inputs also `(L,)`). Padded items still take part in the division.
+        key_padding_mask: `(batch, L)`, True = ignore this key, where `batch` is the first dimension of `query`; `(L,)`
+            or `(1, L)` for `(L, E)`, or `(heads, L, E)` with `enable_gqa`. Padded items are divided with the others.
         attn_mask: broadcasts to `(..., L, L)`; boolean, True = may attend, or numbers to add to the logits.
         is_causal: an item attends only to items of its batch at its own or an earlier original position.
         dropout_p: probability of dropping each weight; the choice depends on the division's seed only, so a division
@@ -54,10 +54,12 @@ def random_batch_attention(
     Returns:
         `(..., L, Ev)`. Rows without any key to attend to are zero.
     """
+    _check_options(
+        dropout_p, scale, generator, is_causal=is_causal, enable_gqa=enable_gqa, self_correction=self_correction
+    )
     query_BHLD, key_BKLD, value_BKLE = _canonical(query, key, value, enable_gqa)
     length = query.shape[-2]
-    _check_options(dropout_p, scale, is_causal, self_correction, generator)
-    padding = _padding(key_padding_mask, query, query_BHLD.shape[0])
+    padding = _padding(key_padding_mask, query, query_BHLD.shape[0], enable_gqa)
     mask = _mask(attn_mask, query, query_BHLD)
     # At last: a call that is refused must not have drawn anything.
     seed, batch_size, ptr, rows = _resolve(length, batch_size, division, generator)
@@ -76,32 +78,24 @@ def random_batch_attention(
     return out_BHLE.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _check_options(
-    dropout_p: float, scale: float | None, is_causal: bool, self_correction: bool, generator: torch.Generator | None
-) -> None:
+def _check_options(dropout_p: float, scale: float | None, generator: torch.Generator | None, **flags: bool) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         # A tuple: torch 2.9 cannot compile a union of types.
         if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"`{name}` must be a number, got {type(number).__name__} {number!r}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"`dropout_p` must lie in [0, 1], got {dropout_p}")
-    for name, flag in (("is_causal", is_causal), ("self_correction", self_correction)):
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
+    check_generator(generator)
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Check the three against each other and view them as `(B, H, L, D)`."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"`{name}` must hold floating-point numbers, got {x.dtype}: convert it first")
-        if x.layout != torch.strided:
-            raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
+        check_numbers(name, x)
         if x.dim() < 2:
             raise ValueError(f"`{name}` must be (..., L, E), got shape {tuple(x.shape)}")
         if x.device != query.device:
@@ -154,14 +148,16 @@ def _resolve(
     return division.key, division.batch_size, division.ptr, division.rows
 
 
-def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int) -> Tensor | None:
+def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int, enable_gqa: bool) -> Tensor | None:
     if key_padding_mask is None:
         return None
     if not isinstance(key_padding_mask, Tensor):
         raise TypeError(f"`key_padding_mask` must be a tensor, got {type(key_padding_mask).__name__}")
     length = query.shape[-2]
-    leading = query.shape[0] if query.dim() > 2 else 1
-    padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 and query.dim() == 2 else key_padding_mask
+    # What comes before (L, E) is heads with `enable_gqa`, a batch otherwise.
+    alone = query.dim() <= (3 if enable_gqa else 2)
+    leading = 1 if alone else query.shape[0]
+    padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 and alone else key_padding_mask
     if padding.dtype != torch.bool:
         raise TypeError(f"`key_padding_mask` must be boolean (True = ignore), got {padding.dtype}")
     if padding.shape != (leading, length):

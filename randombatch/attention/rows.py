@@ -15,10 +15,29 @@ from randombatch.division import Division, check_ptr
 from randombatch.given_batches import GivenBatches
 
 
+def check_numbers(name: str, x: Tensor) -> None:
+    """Refuse what is no dense tensor of a type that attention can be computed in."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"`{name}` must hold floating-point numbers of 16 to 64 bits, got {x.dtype}: convert it first")
+    if x.layout != torch.strided:
+        raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
+
+
+def check_fit(x: Tensor, weight: Tensor, embed_dim: int) -> None:
+    """Refuse rows that a layer's weights do not take."""
+    if x.shape[-1] != embed_dim:
+        raise ValueError(f"`x` must have `embed_dim` = {embed_dim} features, got shape {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"`x` is on {x.device} but the layer's weights are on {weight.device}: move one of them")
+    if x.dtype != weight.dtype and autocast_type(x) is None:
+        raise TypeError(f"`x` is {x.dtype} but the layer's weights are {weight.dtype}: convert one of them")
+
+
 def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor | None) -> Tensor | None:
     """Refuse an `(N, F)` or `(B, N, F)` input whose description does not fit; returns the boundaries it implies."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"`x` must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_numbers("x", x)
     for name, given in (("mask", mask), ("batch", batch)):
         if given is not None and not isinstance(given, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(given).__name__}")
@@ -48,8 +67,10 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
-    """The type that autocast would have x in; None where it is off, or where there is none ("meta")."""
+    """The type that autocast would have x in; None where it is off, leaves x (float64), or is not ("meta")."""
     kind = x.device.type
+    if x.dtype == torch.float64:
+        return None
     return torch.get_autocast_dtype(kind) if _has_autocast(kind) and torch.is_autocast_enabled(kind) else None
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from randombatch.attention.projected import KERNELS, projected_attention
-from randombatch.attention.rows import autocast_type, check_rows
+from randombatch.attention.rows import check_fit, check_rows
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import Division, check_batch_size
@@ -57,9 +57,12 @@ class RandomBatchAttention(Draws, nn.Module):
     ) -> None:
         super().__init__()
         check_batch_size(batch_size)
-        for name, given in (("embed_dim", embed_dim), ("num_heads", num_heads), ("block_rows", block_rows)):
-            if isinstance(given, bool) or not isinstance(given, int | None):
+        whole = {"embed_dim": embed_dim, "num_heads": num_heads, "block_rows": 1 if block_rows is None else block_rows}
+        for name, given in whole.items():
+            if isinstance(given, bool) or not isinstance(given, int):
                 raise TypeError(f"`{name}` must be an int, got {given!r}")
+        if not isinstance(dropout, int | float):
+            raise TypeError(f"`dropout` must be a number, got {dropout!r}")
         if block_rows is not None and block_rows < 1:
             raise ValueError(f"`block_rows` must be at least 1, got {block_rows}")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -113,12 +116,7 @@ class RandomBatchAttention(Draws, nn.Module):
                 describe the whole table, on every rank alike. The first rank's division counts.
         """
         ptr = check_rows(x, mask, batch, ptr) if shard is None else check_shard(x, mask, batch, ptr, shard)
-        if x.shape[-1] != self.embed_dim:
-            raise ValueError(f"`x` must have `embed_dim` = {self.embed_dim} features, got shape {tuple(x.shape)}")
-        if x.dtype != self.in_proj_weight.dtype and autocast_type(x) is None:
-            raise TypeError(
-                f"`x` is {x.dtype} but the layer's weights are {self.in_proj_weight.dtype}: convert one of them"
-            )
+        check_fit(x, self.in_proj_weight, self.embed_dim)
         if not x.numel() and shard is None:
             return self.out_proj(x)
         rows = x.reshape(-1, x.shape[-1])

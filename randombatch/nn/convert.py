@@ -13,6 +13,7 @@ from randombatch.nn.attention import RandomBatchAttention
 from randombatch.nn.wrapper import RandomBatch
 
 _SIZED = (RandomBatchAttention, RandomBatch)
+_CHOOSE = "choose others with `names`"
 _OURS = (for_torch.RandomBatchMultiheadAttention, *_SIZED)
 
 
@@ -52,6 +53,8 @@ def convert(
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     if isinstance(names, str):
         raise TypeError(f"`names` must be a list of names, got the string {names!r}")
+    if not isinstance(self_correction, bool):
+        raise TypeError(f"`self_correction` must be True or False, got {self_correction!r}")
     if isinstance(eval_rounds, bool) or not isinstance(eval_rounds, int) or eval_rounds < 1:
         raise ValueError(f"`eval_rounds` must be an int of at least 1, got {eval_rounds!r}")
     pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
@@ -65,12 +68,16 @@ def convert(
             "Geometric's SGFormer, Polynormer and Performer attention, and Hugging Face encoders; "
             "wrap others yourself with RandomBatch(module, batch_size)"
         )
+    if self_correction and ours:
+        name, module = next(iter(ours.items()))
+        raise ValueError(f"cannot convert {name!r}: {type(module).__name__} has no `self_correction`; {_CHOOSE}")
     for encoder, attentions in encoders.values():
         hf.check(encoder, attentions)
     options: dict[str, Any] = {"batch_size": batch_size, "eval_rounds": eval_rounds}
     for module in ours.values():
         module.batch_size, module.eval_rounds = batch_size, eval_rounds
-    if len({module.eval_seed for module in ours.values()}) < len(ours):
+    numbers = {*range(len(targets)), *(module.eval_seed for module in ours.values())}
+    if len(numbers) < len(targets) + len(ours):
         for number, module in enumerate(ours.values(), start=len(targets)):
             module.eval_seed = number
     if self_correction:
@@ -140,7 +147,7 @@ def _targets(
     for name, module in candidates.items():
         reason = _refusal(model, name, module, type(module) in kinds, self_correction)
         if reason:
-            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}; choose others with `names`")
+            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}; {_CHOOSE}")
     return {name: (module, kinds[type(module)]) for name, module in candidates.items()}
 
 

@@ -32,6 +32,18 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, padding_mask)
 
 
+class _Registered:
+    """Stays with a converted model; where that is unpickled, the name of its attention becomes known."""
+
+    def __reduce__(self) -> tuple:
+        return _registered, ()
+
+
+def _registered() -> _Registered:
+    register()
+    return _Registered()
+
+
 def padding_mask(
     *,
     kv_length: int,
@@ -60,6 +72,16 @@ def padding_mask(
     return None if attention_mask is None else attention_mask[:, :kv_length].bool()
 
 
+# Arguments of transformers' attention functions that change the result.
+_UNSUPPORTED = {
+    "position_bias": "a position bias of size L x L",
+    "softcap": "logits that are capped",
+    "s_aux": "attention sinks",
+    "sliding_window": "a sliding window",
+    "head_mask": "a mask of heads",
+    "cu_seq_lens_q": "packed sequences",
+}
+
 _NO_CROSS = (
     "random batches divide items together with their keys, so cross-attention and key-value caches cannot use them"
 )
@@ -84,8 +106,9 @@ def random_batch_forward(
         raise ValueError(f"{type(module).__name__} is causal: random batch attention is for encoders")
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"query length {query.shape[2]} and key length {key.shape[2]} differ: {_NO_CROSS}")
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(f"{type(module).__name__} adds a position bias of size L x L, which is not supported")
+    for name, what in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} asks for {what} (`{name}`), which random batches do not have")
     config: Any = module.config
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         raise ValueError("random batch attention has no L x L weights to return: turn `output_attentions` off")
@@ -191,6 +214,7 @@ def convert_encoder(
         if hasattr(module, "config"):
             module.config = copy.deepcopy(module.config, copies)
     model.set_attn_implementation(NAME)
+    model.__dict__["random_batch_registered"] = _Registered()
     for number, module in enumerate(attentions.values()):
         module.random_batch_layer = number
         config = module.config

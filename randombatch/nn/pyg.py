@@ -9,6 +9,8 @@ from torch_geometric.nn.models.polynormer import Polynormer
 from randombatch.nn.draws import Draws
 from randombatch.nn.wrapper import apply_in_batches
 
+_uncompiled = torch.compiler.disable(apply_in_batches)
+
 
 class _InBatches(Draws, nn.Module):
     """The attention of the class that follows in the inheritance, inside each random batch of each graph's valid rows.
@@ -22,7 +24,7 @@ class _InBatches(Draws, nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.witness is not None:
             self.witness.add(self)
-        return apply_in_batches(self, super().forward, list(self.parameters()), x, mask)
+        return _uncompiled(self, super().forward, x, mask)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, batch_size={self.batch_size})"

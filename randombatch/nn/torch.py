@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from randombatch.attention.functional import random_batch_attention
 from randombatch.attention.projected import projected_attention
-from randombatch.attention.rows import check_rows
+from randombatch.attention.rows import check_fit, check_numbers, check_rows
 from randombatch.division import Division
 from randombatch.nn.draws import Draws, mean
 from randombatch.nn.sequences import attend_sequences
@@ -60,6 +60,10 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
             raise ValueError("`is_causal` is only a hint about `attn_mask`: give the mask as well")
         if query.is_nested:
             raise ValueError("nested tensors are not supported: pass a padded tensor with `key_padding_mask`")
+        check_numbers("query", query)
+        if query.dim() not in (2, 3):
+            raise ValueError(f"`query` must be (L, E) or a batch of such, got shape {tuple(query.shape)}")
+        check_fit(query, self.in_proj_weight, self.embed_dim)
         x_BLF = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
         padding = _boolean(key_padding_mask, x_BLF)
         mask = _sdpa_mask(attn_mask, x_BLF, self.num_heads)
@@ -131,8 +135,14 @@ def _sdpa_mask(attn_mask: Tensor | None, x_BLF: Tensor, heads: int) -> Tensor | 
     """From this class's convention (True = forbidden, or `(B heads, L, L)`) to SDPA's (True = allowed)."""
     if attn_mask is None:
         return None
+    batch, length, _ = x_BLF.shape
+    if attn_mask.shape not in ((length, length), (batch * heads, length, length)):
+        raise ValueError(
+            f"`attn_mask` must be (L, L) = {(length, length)} or (batch heads, L, L) = "
+            f"{(batch * heads, length, length)}, got shape {tuple(attn_mask.shape)}"
+        )
     mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-    return mask if mask.dim() == 2 else mask.view(x_BLF.shape[0], heads, *mask.shape[1:])
+    return mask if mask.dim() == 2 else mask.view(batch, heads, length, length)
 
 
 def refuse(module: nn.MultiheadAttention) -> str | None:

@@ -1,7 +1,9 @@
 """`RandomBatch`: any attention module, applied to random batches instead of everything at once."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,14 @@ class RandomBatch(Draws, nn.Module):
         eval_seed: names the divisions of `eval()`; different ones for layers of a stack, see `RandomBatchAttention`.
     """
 
+    _uncompiled: Callable[..., Tensor] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "RandomBatch":
+        # Not when this file is imported: it loads the compiler, which takes as long as loading torch.
+        if RandomBatch._uncompiled is None:
+            RandomBatch._uncompiled = staticmethod(torch.compiler.disable(apply_in_batches))
+        return super().__new__(cls)
+
     def __init__(self, module: nn.Module, batch_size: int, *, eval_seed: int = 0) -> None:
         super().__init__()
         check_batch_size(batch_size)
@@ -61,27 +71,30 @@ class RandomBatch(Draws, nn.Module):
 
         With `shard` a module's own random numbers (dropout) differ from those on a single rank.
         """
-        return apply_in_batches(self, self.module, list(self.module.parameters()), x, mask, batch, ptr, shard)
+        assert self._uncompiled is not None
+        return self._uncompiled(self, self.module, x, mask, batch, ptr, shard)
 
     def extra_repr(self) -> str:
         return f"batch_size={self.batch_size}"
 
 
-@torch.compiler.disable
 def apply_in_batches(
     draws: "RandomBatch",
     function: Callable[[Tensor], Tensor],
-    parameters: list[nn.Parameter],
     x: Tensor,
     mask: Tensor | None = None,
     batch: Tensor | None = None,
     ptr: Tensor | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    """`function` on every batch of the divisions that `draws` (with its `batch_size`) makes of x's rows."""
+    """`function`, which uses parameters of `draws`, on every batch of the divisions that this makes of x's rows.
+
+    Not to be compiled.
+    """
+    parameters = list(draws.parameters())
 
     def compute(rows: Tensor, division: Division | GivenBatches) -> Tensor:
-        return _Streamed.apply(function, division, draws.training, rows, *parameters)
+        return _Streamed.apply(function, division, draws, rows, *parameters)
 
     if shard is not None:
         ptr = check_shard(x, mask, batch, ptr, shard)
@@ -103,8 +116,9 @@ class _Streamed(torch.autograd.Function):
     """Forward without a graph; backward runs each block again with one."""
 
     @staticmethod
-    def forward(ctx, function, division, training, x_NF, *parameters):
-        ctx.function, ctx.division, ctx.training = function, division, training
+    def forward(ctx, function, division, module, x_NF, *parameters):
+        ctx.division, ctx.training = division, module.training
+        ctx.passed = _AsItWas(module, function, x_NF.device) if any(ctx.needs_input_grad) else None
         ctx.autocast = torch.is_autocast_enabled(x_NF.device.type), torch.get_autocast_dtype(x_NF.device.type)
         ctx.save_for_backward(x_NF, *parameters)
         out_NF = None if division.num_items else _results(division, *_kind(function, x_NF), len(x_NF))
@@ -128,22 +142,73 @@ class _Streamed(torch.autograd.Function):
         wanted = [p for p in parameters if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
         dx_NF = _results(ctx.division, x_NF, x_NF.shape[1], len(x_NF))
-        for number, rows, x_BPF in _blocks(x_NF, ctx.division):
-            x_BPF.requires_grad_()
-            with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
-                y_BPF = ctx.function(x_BPF)
-            home = ctx.division.home_of(rows)
-            grad_BPF = grad_NF[home].view_as(y_BPF)
-            dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
-            sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, grads, strict=True)]
-            if dx_BPF is None:
-                dx_NF[home] = 0
-            else:
-                buffers.put_rows(dx_NF, home, dx_BPF.reshape(-1, x_NF.shape[1]))
+        with ctx.passed.restored(parameters) as function:
+            for number, rows, x_BPF in _blocks(x_NF, ctx.division):
+                x_BPF.requires_grad_()
+                with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
+                    y_BPF = function(x_BPF)
+                home = ctx.division.home_of(rows)
+                grad_BPF = grad_NF[home].view_as(y_BPF)
+                dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
+                sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, grads, strict=True)]
+                if dx_BPF is None:
+                    dx_NF[home] = 0
+                else:
+                    buffers.put_rows(dx_NF, home, dx_BPF.reshape(-1, x_NF.shape[1]))
         if ctx.division.room is not None:
             dx_NF = x_NF.new_zeros(1, 1).expand_as(x_NF)  # a token, see `GivenBatches`
         gradients = iter(sums)
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
+
+
+class _AsItWas:
+    """A function of a module as it was in the forward pass: modes, parameters, and the state of generators."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        self.module, self.function, self.device = module, function, device
+        self.modes = [(part, part.training) for part in module.modules()]
+        self.names = [name for name, _ in module.named_parameters()]
+        self.states = torch.get_rng_state(), None if device.type == "cpu" else self._accelerator.get_rng_state(device)
+
+    @property
+    def _accelerator(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    @contextlib.contextmanager
+    def restored(self, parameters: list[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+        """With these parameters, which `torch.func.functional_call` may have put there for the forward pass only."""
+        given = dict(zip(self.names, parameters, strict=True))
+        present = dict(self.module.named_parameters())
+        function = self.function
+        if any(given[name] is not present.get(name) for name in given):
+            function = functools.partial(_call_with, _Named(self.module, self.function), given)
+        changed = [(part, training) for part, training in self.modes if part.training != training]
+        with _unchanged_generators(self.device):
+            torch.set_rng_state(self.states[0])
+            if self.states[1] is not None:
+                self._accelerator.set_rng_state(self.states[1], self.device)
+            for part, training in changed:
+                part.training = training
+            try:
+                yield function
+            finally:
+                for part, training in changed:
+                    part.training = not training
+
+
+class _Named(nn.Module):
+    """A function with the module whose parameters it uses."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module, self.function = module, functools.partial(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _call_with(named: _Named, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.func.functional_call(named, {f"module.{name}": p for name, p in parameters.items()}, (x,))
 
 
 def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: int) -> Tensor:

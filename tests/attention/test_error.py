@@ -117,3 +117,21 @@ def test_bad_arguments() -> None:
         estimate_error(*qkv, [1])
     with pytest.raises(ValueError, match="nothing to estimate"):
         estimate_error(*(x[:0] for x in qkv), [16])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "error", "message"),
+    [
+        ([4, 1], {}, ValueError, "`batch_size` must be at least 2, got 1"),
+        ([4.0], {}, TypeError, "`batch_size` must be an int, got float 4.0"),
+        (None, {}, TypeError, "`batch_sizes` must be ints, got NoneType None"),
+        ([4], {"self_correction": "yes"}, TypeError, "`self_correction` must be True or False, got 'yes'"),
+        ([4], {"generator": 3}, TypeError, "`generator` must be a torch.Generator, got int"),
+    ],
+)
+def test_what_is_refused_has_drawn_nothing(sizes, options: dict, error: type[Exception], message: str) -> None:
+    inputs = random_inputs()
+    before = torch.get_rng_state()
+    with pytest.raises(error, match=message):
+        estimate_error(*inputs, sizes, **options)
+    assert torch.equal(torch.get_rng_state(), before)

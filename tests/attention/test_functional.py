@@ -334,6 +334,9 @@ def bad(**changes: Any) -> dict[str, Any]:
         (bad(dropout_p="x"), TypeError, "`dropout_p` must be a number, got str 'x'"),
         (bad(scale="a"), TypeError, "`scale` must be a number, got str 'a'"),
         (bad(is_causal="no"), TypeError, "`is_causal` must be True or False, got 'no'"),
+        (bad(enable_gqa="no"), TypeError, "`enable_gqa` must be True or False, got 'no'"),
+        (bad(batch_size=1 << 63), ValueError, "`batch_size` must be less than 2\\*\\*63"),
+        (bad(query=torch.randn(10, 4).to(torch.float8_e5m2)), TypeError, "numbers of 16 to 64 bits, got torch.float8"),
         (bad(self_correction=1), TypeError, "`self_correction` must be True or False, got 1"),
         (bad(generator=3), TypeError, "`generator` must be a torch.Generator, got int"),
         (bad(query=torch.randn(10, 4).to_sparse()), TypeError, "`query` must be a dense tensor, got torch.sparse_coo"),
@@ -371,3 +374,26 @@ def test_any_shapes_either_work_or_say_why(data: st.DataObject) -> None:
 
 def test_public_names() -> None:
     assert rb.random_batch_attention is random_batch_attention
+
+
+def test_heads_without_a_batch_have_one_padding() -> None:
+    """With `enable_gqa` the first of three dimensions is heads: each must see the padding, not the first row alone."""
+    q, k, v = torch.randn(4, 20, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 8)
+    padding = torch.arange(20) >= 12
+    division = Division(20, 7, 3)
+    truth = random_batch_attention(
+        q[None], k[None], v[None], division=division, key_padding_mask=padding[None], enable_gqa=True
+    )[0]
+    for mask in (padding, padding[None]):
+        ours = random_batch_attention(q, k, v, division=division, key_padding_mask=mask, enable_gqa=True)
+        assert torch.equal(ours, truth)
+    with pytest.raises(ValueError, match=r"`key_padding_mask` must be \(batch, L\) = \(1, 20\), got shape \(4, 20\)"):
+        random_batch_attention(q, k, v, 7, key_padding_mask=padding.expand(4, 20), enable_gqa=True)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    q = torch.randn(3, 30, 8, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = random_batch_attention(q, q, q, division=Division(30, 7, 3))
+        assert rb.RandomBatchAttention(8, batch_size=7, dtype=torch.float64)(q[0]).dtype == torch.float64
+    assert torch.equal(ours, random_batch_attention(q, q, q, division=Division(30, 7, 3)))

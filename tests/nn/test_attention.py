@@ -287,10 +287,18 @@ def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -
     [
         (torch.randn(10, 7), {}, ValueError, "`embed_dim` = 8 features, got shape"),
         (torch.randn(8), {}, ValueError, r"must be \(N, F\) or \(B, N, F\)"),
-        (torch.ones(10, 8, dtype=torch.long), {}, TypeError, "`x` must be a floating-point tensor, got torch.int64"),
+        (
+            torch.ones(10, 8, dtype=torch.long),
+            {},
+            TypeError,
+            "`x` must hold floating-point numbers of 16 to 64 bits, got torch.int64",
+        ),
         (torch.randn(2, 5, 8), {"mask": torch.ones(2, 4).bool()}, ValueError, r"`mask` must be \(B, N\) = \(2, 5\)"),
         (torch.randn(2, 5, 8), {"mask": torch.ones(2, 5)}, TypeError, "`mask` must be boolean"),
         (torch.randn(10, 8).double(), {}, TypeError, "`x` is torch.float64 but the layer's weights are torch.float32"),
+        (torch.randn(10, 8, device="meta"), {}, ValueError, "`x` is on meta but the layer's weights are on cpu"),
+        (torch.randn(10, 8).to_sparse(), {}, TypeError, "`x` must be a dense tensor, got torch.sparse_coo"),
+        (torch.randn(10, 8), {"ptr": "abc"}, TypeError, "`ptr` must be a list of integers, got str 'abc'"),
         (torch.randn(10, 8), {"batch": [0] * 10}, TypeError, "`batch` must be a tensor, got list"),
         (torch.randn(10, 8), {"mask": torch.ones(1, 10).bool()}, ValueError, "give `batch` or `ptr`"),
         (torch.randn(10, 8), {"ptr": torch.tensor([0, 9])}, ValueError, "`ptr` must rise from 0 to"),
@@ -354,3 +362,17 @@ def test_layers_of_a_stack_that_are_numbered_mix_in_evaluation(wrap: bool) -> No
 
 def test_public_names() -> None:
     assert rb.RandomBatchAttention is RandomBatchAttention
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"embed_dim": None}, "`embed_dim` must be an int, got None"),
+        ({"num_heads": None}, "`num_heads` must be an int, got None"),
+        ({"block_rows": 1.5}, "`block_rows` must be an int, got 1.5"),
+        ({"dropout": "a"}, "`dropout` must be a number, got 'a'"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        RandomBatchAttention(**{"embed_dim": 8, **arguments})

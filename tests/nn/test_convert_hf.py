@@ -1,6 +1,9 @@
 """`convert` on Hugging Face encoders, randomly initialised: BERT, ViT, ESM, with padding; decoders are refused."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,8 +231,10 @@ def test_the_function_itself_refuses_what_it_cannot_do() -> None:
         hf.random_batch_forward(module, q[:, :, :1], q, q, None)
     with pytest.raises(ValueError, match="is causal"):
         hf.random_batch_forward(module, q, q, q, None, is_causal=True)
-    with pytest.raises(ValueError, match="position bias"):
+    with pytest.raises(ValueError, match="asks for a position bias"):
         hf.random_batch_forward(module, q, q, q, None, position_bias=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"asks for logits that are capped \(`softcap`\)"):
+        hf.random_batch_forward(module, q, q, q, None, softcap=50.0)
     with pytest.raises(ValueError, match="which is more than padding"):
         hf.random_batch_forward(module, q, q, q, torch.zeros(1, 1, 10, 10))
     with pytest.raises(ValueError, match="turn `output_attentions` off"):
@@ -243,3 +248,15 @@ def test_the_function_itself_refuses_what_it_cannot_do() -> None:
         hf.padding_mask(q_length=1, kv_length=10)
     with pytest.raises(ValueError, match="query length 1 and key length 10 differ"):
         hf.padding_mask(cache_position=torch.tensor([9]), kv_length=10)
+
+
+def test_a_saved_model_runs_in_another_process(tmp_path: Path) -> None:
+    model, (ids, mask) = convert(bert(), 6).eval(), tokens()
+    torch.save((model, ids, mask, model(ids, attention_mask=mask).last_hidden_state), tmp_path / "model.pt")
+    code = """
+import sys, torch
+model, ids, mask, expected = torch.load(sys.argv[1], weights_only=False)
+assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, expected)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

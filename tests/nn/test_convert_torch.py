@@ -221,3 +221,43 @@ def test_refusals_leave_the_model_unchanged() -> None:
     x = torch.randn(5, 1, 16)
     with pytest.raises(ValueError, match="0 \\(keep\\) or -inf"):
         attention(x, x, x, key_padding_mask=torch.full((1, 5), -1e9))
+
+
+def test_layers_of_ours_are_numbered_beside_those_of_others() -> None:
+    model = nn.Sequential(RandomBatchAttention(16, batch_size=4), nn.TransformerEncoderLayer(16, 2, batch_first=True))
+    convert(model, 4)
+    assert model[0].eval_seed != model[1].self_attn.eval_seed
+
+
+def test_a_correction_that_a_layer_does_not_have_is_refused() -> None:
+    model = nn.Sequential(RandomBatchAttention(16, batch_size=4), nn.TransformerEncoderLayer(16, 2, batch_first=True))
+    with pytest.raises(ValueError, match="cannot convert '0': RandomBatchAttention has no `self_correction`"):
+        convert(model, 8, self_correction=True)
+    assert (model[0].batch_size, type(model[1].self_attn)) == (4, nn.MultiheadAttention)
+    with pytest.raises(TypeError, match="`self_correction` must be True or False, got 'yes'"):
+        convert(model, 8, self_correction="yes")
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        (torch.randn(2, 20, 15), {}, ValueError, "`embed_dim` = 16 features, got shape"),
+        (torch.randn(2, 20, 17), {}, ValueError, "`embed_dim` = 16 features, got shape"),
+        (torch.randn(2, 20, 16).double(), {}, TypeError, "`x` is torch.float64 but the layer's weights"),
+        (torch.randn(2, 20, 16, device="meta"), {}, ValueError, "`x` is on meta but the layer's weights are on cpu"),
+        (torch.randn(2, 3, 20, 16), {}, ValueError, r"`query` must be \(L, E\)"),
+        (
+            torch.randn(2, 20, 16),
+            {"attn_mask": torch.zeros(19, 20)},
+            ValueError,
+            r"`attn_mask` must be \(L, L\) = \(20",
+        ),
+        (torch.randn(2, 20, 16), {"attn_mask": torch.zeros(3, 20, 20)}, ValueError, r"or \(batch heads, L, L\) = \(8"),
+    ],
+)
+def test_bad_input(x: torch.Tensor, options: dict, error: type[Exception], message: str) -> None:
+    attention = convert(nn.MultiheadAttention(16, 4, batch_first=True), 6)
+    before = torch.get_rng_state()
+    with pytest.raises(error, match=message):
+        attention(x, x, x, **options)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,6 +1,7 @@
 """`RandomBatch`: any attention in batches equals a loop over batches, and padding no longer leaks into PyG's."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -203,3 +204,65 @@ def test_nothing_stays_connected() -> None:
     assert out.shape == (0, 6)
     out.sum().backward()
     assert all(p.grad is not None and (p.grad == 0).all() for p in wrapped.parameters())
+
+
+class Noisy(nn.Module):
+    """Drops in both modes, as in Monte Carlo dropout, and scales what it drops in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x), 0.5, training=True) * (3.0 if self.training else 1.0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("later", [True, False])
+def test_the_backward_pass_sees_what_the_forward_pass_saw(
+    training: bool, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random numbers, also those drawn in `eval()`, and modes, whatever happens between the passes."""
+    monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, caches=None: 20)
+    layer = RandomBatch(Noisy(), 7).double().train(training)
+    x = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
+    out = layer(x)
+    assert not torch.equal(layer(x), out), "other random numbers in every call"
+    layer.train(later)
+    grad = torch.randn_like(out)
+    before = torch.get_rng_state()
+    dx, dw = torch.autograd.grad(out, [x, layer.module.linear.weight], grad)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(part.training == later for part in layer.modules())
+    # The output is a number times (x w' + b): where it is not zero, that number is known.
+    with torch.no_grad():
+        scaled = grad * (6.0 if training else 2.0) * (out != 0)
+        torch.testing.assert_close(dx, scaled @ layer.module.linear.weight)
+        torch.testing.assert_close(dw, scaled.T @ x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).tanh())
+
+
+@pytest.mark.parametrize("make", [Own, Tied])
+def test_parameters_of_a_functional_call_get_gradients(make: Callable[[], Any]) -> None:
+    layer = RandomBatch(make().double(), 7).eval()
+    x = torch.randn(50, 8, dtype=torch.float64)
+    given = {n: torch.randn_like(p).requires_grad_() for n, p in layer.named_parameters()}
+    out = torch.func.functional_call(layer, given, (x,))
+    ours = torch.autograd.grad(out.square().sum(), list(given.values()))
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            p.copy_(given[name])
+    assert torch.equal(layer(x), out)
+    own = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    for a, b in zip(ours, own, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
