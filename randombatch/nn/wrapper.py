@@ -181,7 +181,8 @@ class _AsItWas:
         present = dict(self.module.named_parameters())
         function = self.function
         if any(given[name] is not present.get(name) for name in given):
-            function = functools.partial(_call_with, _Named(self.module, self.function), given)
+            named = {f"module.{name}": p for name, p in given.items()}
+            function = functools.partial(torch.func.functional_call, _Named(self.module, self.function), named)
         changed = [(part, training) for part, training in self.modes if part.training != training]
         with _unchanged_generators(self.device):
             torch.set_rng_state(self.states[0])
@@ -205,10 +206,6 @@ class _Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-def _call_with(named: _Named, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.func.functional_call(named, {f"module.{name}": p for name, p in parameters.items()}, (x,))
 
 
 def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: int) -> Tensor:
