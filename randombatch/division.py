@@ -20,8 +20,9 @@ __all__ = [
     "orders",
 ]
 
-# Positions turned into items at a time: as many as torch looks up in one thread, while others compute.
-SPAN = 32768
+# Positions of a large graph turned into items at a time: each call is a dozen short operations, which wait for Python's
+# lock where others compute. Of small graphs, which are sorted, fewer.
+SPAN, SORTED_SPAN = 1 << 17, 1 << 15
 
 
 def check_batch_size(batch_size: int, num_items: int | None = None) -> None:
@@ -222,7 +223,7 @@ class Division:
                 continue
             end = g + 1
             while end < len(bounds) - 1 and bounds[end + 1] - bounds[end] < SORTED_BELOW:
-                if bounds[end + 1] - bounds[g] > SPAN:
+                if bounds[end + 1] - bounds[g] > SORTED_SPAN:
                     break
                 end += 1
             yield from self._blocks_of_graphs(g, end, max_items, device)

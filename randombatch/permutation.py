@@ -8,8 +8,8 @@ a = ceil(n / b):
 
 The round functions see only about sqrt(n) different arguments, so they are tables: a round is two look-ups in the
 innermost cache. The domain a * b exceeds n by less than b; a point that lands outside [0, n) is sent through again
-(cycle walking), which happens to about one point in sqrt(n). Only integer operations: the same numbers on every
-platform, device and version.
+(cycle walking), which happens to about one point in sqrt(n); where each one outside comes in again is a table, too.
+Only integer operations: the same numbers on every platform, device and version.
 
 Below `SORTED_BELOW` items a network over so few points is not close enough to uniform, so the items are sorted by a
 64-bit hash instead: uniform over all n! orders for ideal hash values, and still a function of the seed alone.
@@ -100,13 +100,13 @@ class Permutation:
         """The item at each position (1-D). Time O(len(positions)), memory O(len(positions) + sqrt(n))."""
         if self.n < SORTED_BELOW:
             return self._sorted.index_select(0, positions)
-        return self._walk(self._network, positions)
+        return self._inside(self._network(positions), self._landings)
 
     def positions(self, items: Tensor) -> Tensor:
         """The position of each item (1-D): the inverse of `items`."""
         if self.n < SORTED_BELOW:
             return self._places.index_select(0, items)
-        return self._walk(self._inverse_network, items)
+        return self._inside(self._inverse_network(items), self._inverse_landings)
 
     @functools.cached_property
     def _sorted(self) -> Tensor:
@@ -140,14 +140,21 @@ class Permutation:
         dtype = torch.int32 if self.n < 1 << 30 else torch.int64
         return bits, shift.to(dtype), flip.repeat(1, periods).to(dtype), reduced.repeat(periods).to(dtype)
 
+    @functools.cached_property
+    def _last(self) -> Tensor:
+        """The last look-up in G and that of `left` in one."""
+        _, _, flip, reduced = self.tables
+        return reduced | flip[-1]
+
     def _network(self, points: Tensor) -> Tensor:
         bits, shift, flip, reduced = self.tables
         points = points.to(reduced.dtype)
         left, right = points >> bits, points & ((1 << bits) - 1)
-        for r in range(DOUBLE_ROUNDS):
+        for r in range(DOUBLE_ROUNDS - 1):
             left += shift[r].index_select(0, right)
             right ^= flip[r].index_select(0, left)
-        return reduced.index_select(0, left).bitwise_or_(right).long()
+        left += shift[-1].index_select(0, right)
+        return self._last.index_select(0, left).bitwise_xor_(right).long()
 
     def _inverse_network(self, points: Tensor) -> Tensor:
         bits, shift, flip, reduced = self.tables
@@ -159,11 +166,30 @@ class Permutation:
             left += radix - shift[r].index_select(0, right)
         return reduced.index_select(0, left).bitwise_or_(right).long()
 
-    def _walk(self, network, points: Tensor) -> Tensor:
-        points = network(points)
+    @functools.cached_property
+    def _landings(self) -> Tensor:
+        return self._land(self._network)
+
+    @functools.cached_property
+    def _inverse_landings(self) -> Tensor:
+        return self._land(self._inverse_network)
+
+    def _land(self, network) -> Tensor:
+        """Where the walk from each point outside [0, n) ends: walks twice as long in every round.
+
+        A cycle that lies outside altogether has no end, and no point of [0, n) comes to it.
+        """
+        bits, _, flip = self.rounds
+        ends = network(torch.arange(self.n, flip.shape[1] << bits, device=self.device))
+        for _ in range(len(ends).bit_length()):
+            outside = ends >= self.n
+            if not bool(outside.any()):
+                break
+            ends = torch.where(outside, ends[(ends - self.n).clamp_(min=0)], ends)
+        return ends
+
+    def _inside(self, points: Tensor, landings: Tensor) -> Tensor:
+        """Points that the network came to, those outside [0, n) walked on."""
         outside = (points >= self.n).nonzero().squeeze(-1)
-        while outside.numel():
-            again = network(points[outside])
-            points[outside] = again
-            outside = outside[again >= self.n]
+        points[outside] = landings[points[outside] - self.n]
         return points

@@ -29,6 +29,22 @@ def test_any_part_is_computed_without_the_rest(n: int) -> None:
     assert torch.equal(torch.cat([Permutation(n, 3).items(p[None]) for p in positions]), items)
 
 
+@pytest.mark.parametrize("name", ["items", "positions"])
+def test_a_point_outside_goes_through_the_network_until_it_is_inside(name: str) -> None:
+    """Also where some points outside only lead to each other, so that a walk from there would never end."""
+    n, points, endless = SORTED_BELOW + 1, torch.arange(SORTED_BELOW + 1), 0
+    for seed in range(200):
+        permutation = Permutation(n, seed)
+        network = permutation._network if name == "items" else permutation._inverse_network
+        walked = network(points)
+        while bool((walked >= n).any()):
+            walked = torch.where(walked >= n, network(walked), walked)
+        assert torch.equal(getattr(permutation, name)(points), walked)
+        landings = permutation._landings if name == "items" else permutation._inverse_landings
+        endless += bool((landings >= n).any())
+    assert endless > 0
+
+
 def test_golden_values() -> None:
     """Checkpoints and other ranks rely on these numbers: they never change."""
     assert hash64(torch.arange(3), 0).tolist() == [5197578548964807871, -6411193824288604561, -5511663747979980962]

@@ -46,14 +46,14 @@ def _second_level_cache() -> int:
     return min(size, 1 << 21) if size > 0 else 1 << 21
 
 
-def new_rows(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
+def new_rows(like: Tensor, *shape: int, zero: bool = False, kept: bool = False) -> Tensor:
     """An output that will be written row by row in random order, for the first time.
 
     On Linux the kernel is asked to back it with huge pages: one page fault for 2 MB instead of 512, which is a fifth of
     the whole step otherwise. Elsewhere, or if the kernel declines, it is an ordinary tensor. A program may have them
-    recycled, see `recycle_memory`.
+    recycled, see `recycle_memory`; `kept` ones are in any case: their memory waits for the next one.
     """
-    again = recycled(shape, like)
+    again = recycled(shape, like, kept)
     if again is not None:
         return again.zero_() if zero else again
     out = (torch.zeros if zero else torch.empty)(shape, dtype=like.dtype, device=like.device)

@@ -89,7 +89,7 @@ class Layer:
         if size == 0:
             return like
         needed = self._saved_size(self.division.num_items, int(self.division.starts.diff().square().sum()))
-        saved = buffers.new_rows(like, needed if size is None else size)
+        saved = buffers.new_rows(like, needed if size is None else size, kept=True)
         saved[needed:].zero_()
         return saved
 

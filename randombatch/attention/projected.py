@@ -19,11 +19,13 @@ from randombatch.attention.rows import (
     refuse_tangents,
     without_autocast,
 )
-from randombatch.division import SPAN, Division
+from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import signed64
 
 KERNELS = ("softmax", "sgformer")
+# Of a graph so small, drawing the batches shows in the time: they are kept until the backward pass asks again.
+FEW_ROWS = 1 << 15
 
 
 def projected_attention(
@@ -124,14 +126,14 @@ def _divide(
     if order is not None and ptr is None:
         # What the forward pass drew.
         return Division(len(x), batch_size, int(seed)).hold_order(order=order)
-    if len(x) <= SPAN and all(t is None for t in (ptr, batch, mask, order)):
+    if len(x) <= FEW_ROWS and all(t is None for t in (ptr, batch, mask, order)):
         return _few_rows(len(x), batch_size, int(seed), x.device)
     return divide_rows(len(x), seed, batch_size, ptr, batch, mask, order, ids)
 
 
 @functools.lru_cache(maxsize=8)
 def _few_rows(num_rows: int, batch_size: int, seed: int, device: torch.device) -> Division:
-    """Batches of a graph so small that drawing them shows in its time: kept until the backward pass asks again."""
+    """Batches of a small graph."""
     return Division(num_rows, batch_size, seed).hold_order(device)
 
 

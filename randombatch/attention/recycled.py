@@ -26,10 +26,17 @@ WASTE = 1.25  # a block serves arrays down to this fraction of its size
 
 
 class Recycler:
-    """Blocks of memory by size; `bytes` is what all of them take, used or waiting."""
+    """Blocks of memory by size.
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    Args:
+        patient: blocks wait for as long as it takes; otherwise only until none of them fits what is asked for.
+
+    Attributes:
+        bytes: what all blocks take, used or waiting.
+    """
+
+    def __init__(self, *, patient: bool = True) -> None:
+        self.patient, self.bytes = patient, 0
         self._sizes: list[int] = []  # of waiting blocks, sorted
         self._waiting: dict[int, list[mmap.mmap]] = {}
         self._returned: deque[mmap.mmap] = deque()  # the last tensor may go at any moment, in any thread
@@ -47,17 +54,33 @@ class Recycler:
     def _take(self, size: int) -> mmap.mmap:
         rounded = -(-size // STEP_BYTES) * STEP_BYTES
         with self._lock:
-            while self._returned:
-                block = self._returned.popleft()
-                insort(self._sizes, len(block))
-                self._waiting.setdefault(len(block), []).append(block)
+            self._receive()
             return self._waiting_or_new(rounded)
+
+    def release(self) -> None:
+        """Give what waits back to the kernel."""
+        with self._lock:
+            self._receive()
+            self._release()
+
+    def _receive(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            insort(self._sizes, len(block))
+            self._waiting.setdefault(len(block), []).append(block)
+
+    def _release(self) -> None:
+        self.bytes -= sum(self._sizes)
+        self._sizes.clear()
+        self._waiting.clear()
 
     def _waiting_or_new(self, rounded: int) -> mmap.mmap:
         place = bisect_left(self._sizes, rounded)
         if place < len(self._sizes) and self._sizes[place] <= WASTE * rounded:
             fitting = self._sizes.pop(place)
             return self._waiting[fitting].pop()
+        if not self.patient:
+            self._release()
         return self._map(rounded)
 
     def _map(self, size: int) -> mmap.mmap:
@@ -70,6 +93,8 @@ class Recycler:
 
 
 _active: list[Recycler] = []
+# Of arrays whose owner asked for time at the price of memory.
+_kept = Recycler(patient=False)
 
 
 def recycle_memory() -> Recycler:
@@ -88,14 +113,17 @@ def recycle_memory() -> Recycler:
 
 
 def trim_memory() -> None:
-    """Give what the C library's heap holds but nobody uses back to the kernel: after loading, which leaves holes."""
+    """Give what nobody uses back to the kernel: holes in the C library's heap, and kept arrays that are gone."""
+    _kept.release()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def recycled(shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """A recycled array of the type of `like`, where that is asked for, on the CPU, and the array is large."""
-    if not _active or like.device.type != "cpu":
+def recycled(shape: tuple[int, ...], like: Tensor, kept: bool = False) -> Tensor | None:
+    """A recycled array of the type of `like`, where that is asked for (`kept`: here), on the CPU, and it is large."""
+    # Where uninitialised memory is filled on purpose, used memory must not come back.
+    recycler = _active[0] if _active else None if torch.are_deterministic_algorithms_enabled() or not kept else _kept
+    if recycler is None or like.device.type != "cpu":
         return None
     size = math.prod(shape) * like.element_size()
-    return _active[0].empty(shape, like.dtype) if size >= LEAST_BYTES else None
+    return recycler.empty(shape, like.dtype) if size >= LEAST_BYTES else None

@@ -80,7 +80,7 @@ def test_few_rows_are_divided_once_and_as_many_are(kernel: str, monkeypatch: pyt
 
     monkeypatch.setattr(Division, "order", counted)
     for span in (101, 100):
-        monkeypatch.setattr("randombatch.attention.projected.SPAN", span)
+        monkeypatch.setattr("randombatch.attention.projected.FEW_ROWS", span)
         _few_rows.cache_clear()
         draws.clear()
         out = projected_attention(x, *weights, torch.tensor(3), 7, kernel=kernel, dropout_p=0.3 * (kernel == "softmax"))
@@ -110,7 +110,7 @@ def test_what_is_kept_is_neither_computed_nor_drawn_again(
 ) -> None:
     x, weights = make(300, True)
     leaves = [t for t in (x, *weights) if t is not None]
-    monkeypatch.setattr("randombatch.attention.projected.SPAN", 100)
+    monkeypatch.setattr("randombatch.attention.projected.FEW_ROWS", 100)
     results = []
     for recompute in (True, False):
         calls: list[str] = []

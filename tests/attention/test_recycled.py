@@ -9,7 +9,7 @@ import torch
 from randombatch import RandomBatchAttention
 from randombatch.attention import recycled
 from randombatch.attention.buffers import new_rows
-from randombatch.attention.recycled import LEAST_BYTES, Recycler, recycle_memory
+from randombatch.attention.recycled import LEAST_BYTES, Recycler, recycle_memory, trim_memory
 
 MB = 1 << 20
 
@@ -52,6 +52,26 @@ def test_a_block_serves_what_nearly_fills_it_and_nothing_much_smaller() -> None:
     assert near.numel() == 18 * MB // 4
     larger = floats(recycler, 22)
     assert larger.data_ptr() not in (where, small.data_ptr())
+
+
+def test_without_patience_blocks_that_do_not_fit_go() -> None:
+    recycler = Recycler(patient=False)
+    small, large = floats(recycler, 8), floats(recycler, 16)
+    del small, large
+    gc.collect()
+    again = floats(recycler, 15)
+    assert recycler.bytes == 24 * MB, "both fit somewhere: one is used, the other waits"
+    larger = floats(recycler, 20)
+    assert recycler.bytes == 36 * MB, "the one that waited is gone, the one in use is not"
+    again.fill_(1.0)
+    larger.fill_(2.0)
+    assert bool((again == 1.0).all())
+    recycler.release()
+    assert recycler.bytes == 36 * MB
+    del again, larger
+    gc.collect()
+    recycler.release()
+    assert recycler.bytes == 0
 
 
 def test_autograd_keeps_what_it_saved() -> None:
@@ -98,3 +118,40 @@ def test_the_same_numbers(active: Recycler) -> None:
     for ours, again, plain in zip(first, second, attend(), strict=True):
         assert torch.equal(ours, plain)
         assert torch.equal(again, plain)
+
+
+def test_what_a_layer_keeps_for_the_backward_pass_is_used_again() -> None:
+    trim_memory()
+    layer = RandomBatchAttention(64, batch_size=64, recompute=False)
+    x = torch.randn(20_000, 64, requires_grad=True)
+    torch.manual_seed(0)
+    two = layer(x), layer(x)
+    used = recycled._kept.bytes
+    assert used >= 2 * 20_000 * 4 * 64 * 4
+    first = [torch.autograd.grad(out.sum(), x)[0] for out in two]
+    assert not torch.equal(*first), "divided differently: what the first kept was not overwritten by the second"
+    del two
+    torch.manual_seed(0)
+    two = layer(x), layer(x)
+    assert recycled._kept.bytes == used
+    for out, before in zip(two, first, strict=True):
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], before)
+    del two, out
+    gc.collect()
+    trim_memory()
+    assert recycled._kept.bytes == 0
+
+
+def test_nothing_is_used_again_where_uninitialised_memory_is_filled() -> None:
+    trim_memory()
+    torch.use_deterministic_algorithms(True)
+    try:
+        new_rows(torch.empty(0), LEAST_BYTES, kept=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert recycled._kept.bytes == 0
+    new_rows(torch.empty(0), LEAST_BYTES)
+    assert recycled._kept.bytes == 0
+    new_rows(torch.empty(0), LEAST_BYTES, kept=True)
+    assert recycled._kept.bytes == 4 * LEAST_BYTES
+    trim_memory()
