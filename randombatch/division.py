@@ -1,7 +1,9 @@
 """Who shares a batch. The only place in the package where random batches are drawn."""
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +65,11 @@ def orders(num_items: int, seeds: Sequence[int], device: torch.device | None = N
     return torch.stack([Division(num_items, num_items, seed).order(device=device) for seed in seeds])
 
 
+def _normal_mode() -> contextlib.AbstractContextManager[Any]:
+    """A division may outlive inference mode, whose tensors no backward pass accepts."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 class Division:
     """A random division of `num_items` items into batches of about `batch_size`, named by a seed.
 
@@ -92,8 +99,9 @@ class Division:
             )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         # What operators are given: a compiled graph takes another seed without being compiled anew.
-        self.key = torch.tensor(signed64(seed), device="cpu")
-        self.ptr = None if ptr is None else check_ptr(ptr, num_items)
+        with _normal_mode():
+            self.key = torch.tensor(signed64(seed), device="cpu")
+            self.ptr = None if ptr is None else check_ptr(ptr, num_items)
         self.rows: Tensor | None = None
         self._held: Tensor | None = None
 
@@ -116,7 +124,8 @@ class Division:
             raise ValueError(f"`rows` must be {self.num_items} integers, got {rows.dtype} of shape {tuple(rows.shape)}")
         if rows.unique().numel() != self.num_items or (self.num_items and int(rows.min()) < 0):
             raise ValueError("`rows` must be distinct and not negative")
-        return self._on_rows(rows.long())
+        with _normal_mode():
+            return self._on_rows(rows.long().clone() if rows.is_inference() else rows.long())
 
     def _on_rows(self, rows: Tensor | None) -> "Division":
         other = Division(self.num_items, self.batch_size, self.seed, ptr=self.ptr)
