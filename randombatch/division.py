@@ -8,40 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from randombatch.checks import check_batch_size, check_generator, check_ptr
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
 
-__all__ = [
-    "Division",
-    "check_batch_size",
-    "check_generator",
-    "check_ptr",
-    "draw_seed",
-    "even_bounds",
-    "fold_in",
-    "orders",
-]
+__all__ = ["Division", "draw_seed", "even_bounds", "fold_in", "orders"]
 
 # Positions of a large graph turned into items at a time: between blocks each call takes some 0.2 ms however few they
 # are. Of small graphs, which are sorted, fewer.
 SPAN, SORTED_SPAN = 1 << 17, 1 << 15
-
-
-def check_batch_size(batch_size: int, num_items: int | None = None) -> None:
-    """Refuse a batch size that is not an integer of at least 2 (1 is allowed for a single item)."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, torch.SymInt)):
-        raise TypeError(f"`batch_size` must be an int, got {type(batch_size).__name__} {batch_size!r}")
-    if batch_size < 2 and not (batch_size == 1 and num_items == 1):
-        raise ValueError(
-            f"`batch_size` must be at least 2, got {batch_size}: with one item per batch nothing attends to anything"
-        )
-    if isinstance(batch_size, int) and batch_size >= 1 << 63:
-        raise ValueError(f"`batch_size` must be less than 2**63, got {batch_size}")
-
-
-def check_generator(generator: torch.Generator | None) -> None:
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
 
 
 def draw_seed(generator: torch.Generator | None = None) -> Tensor:
@@ -380,24 +355,3 @@ class Division:
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def check_ptr(ptr: Tensor, num_items: int) -> Tensor:
-    """A copy on the CPU; refuses boundaries that do not rise from 0 to the number of items."""
-    try:
-        ptr = torch.as_tensor(ptr, device="cpu").detach().clone()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"`ptr` must be a list of integers, got {type(ptr).__name__} {ptr!r}") from None
-    if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
-        raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
-    ptr = ptr.long()
-    if ptr[0] != 0 or ptr[-1] != num_items or (ptr.diff() < 0).any():
-        raise ValueError(
-            f"`ptr` must rise from 0 to the number of items {num_items}, got {_shorten(ptr.tolist())}: "
-            "graph g is the items ptr[g] to ptr[g + 1]"
-        )
-    return ptr
-
-
-def _shorten(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import randombatch as rb
-from randombatch import Division, fold_in
+from randombatch import Division, fold_in, random_batch_attention
 from randombatch.permutation import SORTED_BELOW
 
 
@@ -272,3 +272,23 @@ def test_what_is_refused_has_drawn_nothing() -> None:
     with pytest.raises(TypeError, match="`generator` must be a torch.Generator, got int"):
         Division.draw(10, 4, generator=3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("length", [101, 5000])
+def test_a_division_made_in_inference_mode_serves_training(length: int) -> None:
+    ptr = torch.tensor([0, length // 3, length])
+    rows = torch.randperm(length)
+    with torch.inference_mode():
+        divisions = [
+            Division(length, 7, 3),
+            Division(length, 7, 3, ptr=torch.tensor([0, length // 3, length])),
+            Division(length, 7, 3).on_rows(rows + 0),
+        ]
+        for division in divisions:
+            division.order()
+    expected = Division(length, 7, 3), Division(length, 7, 3, ptr=ptr), Division(length, 7, 3).on_rows(rows)
+    for division, same in zip(divisions, expected, strict=True):
+        q = torch.randn(1, length, 4, requires_grad=True)
+        out, again = (random_batch_attention(q, q, q, division=d) for d in (division, same))
+        assert torch.equal(out, again)
+        assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (out, again)))

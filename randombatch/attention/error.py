@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from randombatch.attention.functional import _canonical
-from randombatch.division import Division, check_batch_size, check_generator, draw_seed, fold_in
+from randombatch.checks import check_batch_size, check_generator
+from randombatch.division import Division, draw_seed, fold_in
 
 # Numbers in one block of logits against all keys, and in one block of gathered keys.
 BLOCK = 1 << 22

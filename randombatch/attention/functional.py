@@ -7,7 +7,8 @@ from torch import Tensor
 
 from randombatch.attention.rows import autocast_type, check_numbers, refuse_tangents
 from randombatch.attention.streamed import attention
-from randombatch.division import Division, check_batch_size, check_generator, draw_seed
+from randombatch.checks import check_batch_size, check_generator
+from randombatch.division import Division, draw_seed
 
 
 def random_batch_attention(

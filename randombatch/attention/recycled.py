@@ -121,9 +121,15 @@ def trim_memory() -> None:
 
 def recycled(shape: tuple[int, ...], like: Tensor, kept: bool = False) -> Tensor | None:
     """A recycled array of the type of `like`, where that is asked for (`kept`: here), on the CPU, and it is large."""
-    # Where uninitialised memory is filled on purpose, used memory must not come back.
-    recycler = _active[0] if _active else None if torch.are_deterministic_algorithms_enabled() or not kept else _kept
+    recycler = _recycler(kept)
     if recycler is None or like.device.type != "cpu":
         return None
     size = math.prod(shape) * like.element_size()
     return recycler.empty(shape, like.dtype) if size >= LEAST_BYTES else None
+
+
+def _recycler(kept: bool) -> Recycler | None:
+    if _active:
+        return _active[0]
+    # Where uninitialised memory is filled on purpose, used memory must not come back.
+    return _kept if kept and not torch.are_deterministic_algorithms_enabled() else None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from randombatch.division import Division, check_ptr
+from randombatch.checks import check_ptr
+from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from randombatch.checks import check_batch_size
 from randombatch.distributed.convolution import ShardedAdjacency
 from randombatch.distributed.exchange import finish, interleave
 from randombatch.distributed.shard import Shard
-from randombatch.division import check_batch_size, draw_seed
+from randombatch.division import draw_seed
 from randombatch.models.dense import Dense, add_bias, linear
 from randombatch.models.features import SparseFeatures
 from randombatch.models.global_attention import GlobalAttention, Stages

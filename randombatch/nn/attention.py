@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from randombatch.attention.projected import KERNELS, projected_attention
 from randombatch.attention.rows import check_fit, check_rows
+from randombatch.checks import check_batch_size
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
-from randombatch.division import Division, check_batch_size
+from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.nn.draws import Draws, mean
 

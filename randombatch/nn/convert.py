@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from randombatch.division import check_batch_size
+from randombatch.checks import check_batch_size
 from randombatch.nn import torch as for_torch
 from randombatch.nn.attention import RandomBatchAttention
 from randombatch.nn.wrapper import RandomBatch

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from randombatch.attention import buffers
 from randombatch.attention.rows import check_rows, divide_rows
+from randombatch.checks import check_batch_size
 from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
-from randombatch.division import Division, check_batch_size, fold_in
+from randombatch.division import Division, fold_in
 from randombatch.given_batches import GivenBatches
 from randombatch.nn.draws import Draws, mean
 

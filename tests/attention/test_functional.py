@@ -397,23 +397,3 @@ def test_autocast_leaves_float64_alone() -> None:
         ours = random_batch_attention(q, q, q, division=Division(30, 7, 3))
         assert rb.RandomBatchAttention(8, batch_size=7, dtype=torch.float64)(q[0]).dtype == torch.float64
     assert torch.equal(ours, random_batch_attention(q, q, q, division=Division(30, 7, 3)))
-
-
-@pytest.mark.parametrize("length", [101, 5000])
-def test_a_division_made_in_inference_mode_serves_training(length: int) -> None:
-    ptr = torch.tensor([0, length // 3, length])
-    rows = torch.randperm(length)
-    with torch.inference_mode():
-        divisions = [
-            Division(length, 7, 3),
-            Division(length, 7, 3, ptr=torch.tensor([0, length // 3, length])),
-            Division(length, 7, 3).on_rows(rows + 0),
-        ]
-        for division in divisions:
-            division.order()
-    expected = Division(length, 7, 3), Division(length, 7, 3, ptr=ptr), Division(length, 7, 3).on_rows(rows)
-    for division, same in zip(divisions, expected, strict=True):
-        q = torch.randn(1, length, 4, requires_grad=True)
-        out, again = (random_batch_attention(q, q, q, division=d) for d in (division, same))
-        assert torch.equal(out, again)
-        assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (out, again)))

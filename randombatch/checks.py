@@ -1,0 +1,42 @@
+"""What describes a division, refused where it makes no sense: sizes, generators, boundaries of graphs."""
+
+import torch
+from torch import Tensor
+
+
+def check_batch_size(batch_size: int, num_items: int | None = None) -> None:
+    """Refuse a batch size that is not an integer of at least 2 (1 is allowed for a single item)."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, torch.SymInt)):
+        raise TypeError(f"`batch_size` must be an int, got {type(batch_size).__name__} {batch_size!r}")
+    if batch_size < 2 and not (batch_size == 1 and num_items == 1):
+        raise ValueError(
+            f"`batch_size` must be at least 2, got {batch_size}: with one item per batch nothing attends to anything"
+        )
+    if isinstance(batch_size, int) and batch_size >= 1 << 63:
+        raise ValueError(f"`batch_size` must be less than 2**63, got {batch_size}")
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
+
+
+def check_ptr(ptr: Tensor, num_items: int) -> Tensor:
+    """A copy on the CPU; refuses boundaries that do not rise from 0 to the number of items."""
+    try:
+        ptr = torch.as_tensor(ptr, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`ptr` must be a list of integers, got {type(ptr).__name__} {ptr!r}") from None
+    if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
+        raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
+    ptr = ptr.long()
+    if ptr[0] != 0 or ptr[-1] != num_items or (ptr.diff() < 0).any():
+        raise ValueError(
+            f"`ptr` must rise from 0 to the number of items {num_items}, got {_shorten(ptr.tolist())}: "
+            "graph g is the items ptr[g] to ptr[g + 1]"
+        )
+    return ptr
+
+
+def _shorten(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
