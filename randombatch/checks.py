@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 
-def check_batch_size(batch_size: int, num_items: int | None = None) -> None:
+def check_batch_size(batch_size: int, num_items: int | None = None, name: str = "batch_size") -> None:
     """Refuse a batch size that is not an integer of at least 2 (1 is allowed for a single item)."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, torch.SymInt)):
-        raise TypeError(f"`batch_size` must be an int, got {type(batch_size).__name__} {batch_size!r}")
+        raise TypeError(f"`{name}` must be an int, got {type(batch_size).__name__} {batch_size!r}")
     if batch_size < 2 and not (batch_size == 1 and num_items == 1):
         raise ValueError(
-            f"`batch_size` must be at least 2, got {batch_size}: with one item per batch nothing attends to anything"
+            f"`{name}` must be at least 2, got {batch_size}: with one item per batch nothing attends to anything"
         )
     if isinstance(batch_size, int) and batch_size >= 1 << 63:
-        raise ValueError(f"`batch_size` must be less than 2**63, got {batch_size}")
+        raise ValueError(f"`{name}` must be less than 2**63, got {batch_size}")
 
 
 def check_generator(generator: torch.Generator | None) -> None:

@@ -94,7 +94,9 @@ class Division:
         `rows` are distinct and may be some of the rows only. A table whose row r holds item ids[r] is divided as the
         items are by `division.on_rows(torch.argsort(ids))`: same batches, same order inside each. Holds `rows`.
         """
-        rows = torch.as_tensor(rows)
+        if self.rows is not None:
+            raise ValueError("this division is on rows already: call `on_rows` of the division of the items")
+        rows = _as_tensor(rows)
         if rows.shape != (self.num_items,) or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(f"`rows` must be {self.num_items} integers, got {rows.dtype} of shape {tuple(rows.shape)}")
         if rows.unique().numel() != self.num_items or (self.num_items and int(rows.min()) < 0):
@@ -104,7 +106,7 @@ class Division:
 
     def _on_rows(self, rows: Tensor | None) -> "Division":
         other = Division(self.num_items, self.batch_size, self.seed, ptr=self.ptr)
-        other.rows = rows if self.rows is None or rows is None else rows[self.rows]
+        other.rows = rows
         return other
 
     @property
@@ -136,6 +138,8 @@ class Division:
         """Items at any positions, 1-D; for a run of them, `order` is faster. Not for several graphs."""
         if self.ptr is not None:
             raise ValueError("with `ptr`, only `order` gives items")
+        if bool(((positions < 0) | (positions >= self.num_items)).any()):
+            raise ValueError(f"positions must lie in [0, {self.num_items})")
         items = self._permutation(self.num_items, positions.device).items(positions)
         return items if self.rows is None else self.rows.to(items.device)[items]
 
@@ -325,7 +329,7 @@ class Division:
 
     def items_of(self, rows: Tensor) -> Tensor:
         """Items that are these rows (the rows themselves unless `on_rows` said otherwise). Any shape."""
-        rows = torch.as_tensor(rows)
+        rows = _as_tensor(rows)
         if rows.is_floating_point() or rows.dtype == torch.bool:
             raise TypeError(f"items must be integers, got {rows.dtype}")
         rows = rows.long().contiguous()
@@ -351,6 +355,11 @@ class Division:
     def __repr__(self) -> str:
         graphs = "" if self.ptr is None else f", ptr=<{self.ptr.numel() - 1} graphs>"
         return f"Division({self.num_items}, {self.batch_size}, seed={self.seed}{graphs})"
+
+
+def _as_tensor(items: Any) -> Tensor:
+    """Where it is; a default device is for new tensors only."""
+    return items if isinstance(items, Tensor) else torch.as_tensor(items, device="cpu")
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -263,6 +263,19 @@ def test_bad_items_and_rows() -> None:
         Division(10, 2, 0).batch_of(torch.tensor([1.0]))
     with pytest.raises(ValueError, match="distinct"):
         Division(3, 2, 0).on_rows(torch.tensor([1, 1, 2]))
+    with pytest.raises(ValueError, match="is on rows already"):
+        Division(3, 2, 0).on_rows(torch.tensor([4, 1, 2])).on_rows(torch.tensor([4, 1, 2]))
+    for n in (10, 10_000):
+        for position in (-1, n):
+            with pytest.raises(ValueError, match=rf"positions must lie in \[0, {n}\)"):
+                Division(n, 2, 0).items_at(torch.tensor([0, position]))
+
+
+def test_items_stay_where_they_are_under_a_default_device() -> None:
+    division = Division(10, 3, 0)
+    with torch.device("meta"):
+        moved = division.on_rows(torch.arange(10, device="cpu"))
+        assert torch.equal(moved.position(torch.arange(10, device="cpu")), division.position(list(range(10))))
 
 
 def test_what_is_refused_has_drawn_nothing() -> None:

@@ -1,6 +1,7 @@
 """The public entry: `scaled_dot_product_attention` restricted to random batches."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,23 +56,61 @@ def random_batch_attention(
     Returns:
         `(..., L, Ev)`. Rows without any key to attend to are zero.
     """
-    _check_options(
-        dropout_p, scale, generator, is_causal=is_causal, enable_gqa=enable_gqa, self_correction=self_correction
+    check_generator(generator)
+
+    def which(length: int) -> Named:
+        return _resolve(length, batch_size, division, generator)
+
+    return attend(
+        query,
+        key,
+        value,
+        which,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        self_correction=self_correction,
     )
+
+
+# A division as operators are given it: its seed (so that compiled code takes any), p, boundaries of graphs, and rows.
+Named = tuple[Tensor, int, Tensor | None, Tensor | None]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    which: Callable[[int], Named],
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    self_correction: bool = False,
+) -> Tensor:
+    """`random_batch_attention` where `which` says the division of so many items, asked when nothing can be refused."""
+    _check_options(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa, self_correction=self_correction)
     query_BHLD, key_BKLD, value_BKLE = _canonical(query, key, value, enable_gqa)
-    length = query.shape[-2]
     padding = _padding(key_padding_mask, query, query_BHLD.shape[0], enable_gqa)
     mask = _mask(attn_mask, query, query_BHLD)
-    # At last: a call that is refused must not have drawn anything.
-    seed, batch_size, ptr, rows = _resolve(length, batch_size, division, generator)
-    if query_BHLD.numel() == 0 or value.numel() == 0:
+    seed, batch_size, ptr, rows = which(query.shape[-2])
+    if value.numel() == 0:
         # Nothing to compute, but the result stays connected to its inputs.
         return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * (query.sum() + key.sum() + value.sum())
     refuse_tangents(query, key, value, mask)
     dtype = autocast_type(query)
     if dtype is not None:
         query_BHLD, key_BKLD, value_BKLE = (x.to(dtype) for x in (query_BHLD, key_BKLD, value_BKLE))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if query.shape[-1] == 0:
+        # Everybody attends to all alike.
+        query_BHLD, key_BKLD = (torch.nn.functional.pad(x, (0, 1)) for x in (query_BHLD, key_BKLD))
+    scale = 1 / math.sqrt(query_BHLD.shape[-1]) if scale is None else scale
     out_BHLE = attention(
         query_BHLD, key_BKLD, value_BKLE, seed, batch_size, ptr, rows, padding, mask,
         is_causal, self_correction, float(dropout_p), float(scale),
@@ -79,7 +118,7 @@ def random_batch_attention(
     return out_BHLE.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _check_options(dropout_p: float, scale: float | None, generator: torch.Generator | None, **flags: bool) -> None:
+def _check_options(dropout_p: float, scale: float | None, **flags: bool) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         # A tuple: torch 2.9 cannot compile a union of types.
         if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
@@ -89,7 +128,6 @@ def _check_options(dropout_p: float, scale: float | None, generator: torch.Gener
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-    check_generator(generator)
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,8 +167,8 @@ def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
 
 def _resolve(
     length: int, batch_size: int | None, division: Division | None, generator: torch.Generator | None
-) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
-    """Seed, batch size, boundaries and rows of the division that the caller gave or asked for."""
+) -> Named:
+    """The division that the caller gave or asked for."""
     if division is None:
         if batch_size is None:
             raise ValueError("give either `batch_size` or `division`")

@@ -81,10 +81,11 @@ def projected_attention(
     output: tuple[Tensor | None, Tensor | None] = out_weight, out_bias
     with without_autocast(x):
         scale = (len(in_weight) // (3 * heads)) ** -0.5 if kernel == "softmax" else 1.0
+        can_fold = heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight)
         # Folding costs a few products of weights, which pay from about as many rows as there are features on. All ranks
         # decide alike.
-        many = (division.num_all if isinstance(division, GivenBatches) else x.shape[0]) > 2 * x.shape[1]
-        if many and heads == 1 and len(in_weight) == 3 * x.shape[1] == 3 * len(out_weight):
+        num_rows = division.num_all if isinstance(division, GivenBatches) else x.shape[0]
+        if can_fold and num_rows > 2 * x.shape[1]:
             parts, in_weight, in_bias, out_bias = fold(
                 in_weight, in_bias, out_weight, out_bias, kernel, dropout_p, scale
             )

@@ -62,9 +62,10 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
         raise ValueError("give `batch` or `ptr`, not both: they say the same")
     if batch is not None and (batch.shape != x.shape[:1] or batch.is_floating_point() or batch.dtype == torch.bool):
         raise ValueError(f"`batch` must be {x.shape[0]} integers, got {batch.dtype} of shape {tuple(batch.shape)}")
-    if ptr is None or torch.compiler.is_compiling():
-        return ptr
-    return check_ptr(ptr, x.shape[0])
+    if ptr is None:
+        return None
+    # The operator checks it as well, and may read its numbers.
+    return torch.as_tensor(ptr) if torch.compiler.is_compiling() else check_ptr(ptr, x.shape[0])
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
@@ -115,6 +116,8 @@ def divide_rows(
         assert ptr is not None
         return GivenBatches(order, ptr, batch_size, int(seed), ids)
     rows = None
+    # Short and unsigned types wrap around, and torch does less with them.
+    batch = None if batch is None else batch.long()
     if mask is not None and not bool(mask.all()):
         rows = mask.flatten().nonzero().squeeze(1)
         num_rows = rows.numel()

@@ -338,7 +338,7 @@ def check_shard(
         raise ValueError("give `mask` or `ptr`, not both: each says which rows belong together")
     ptr = torch.as_tensor(ptr)
     fits = ptr.dim() == 1 and len(ptr) > 1 and not ptr.is_floating_point() and ptr.dtype != torch.bool
-    if not fits or int(ptr[0]) != 0 or int(ptr[-1]) != shard.num_rows or bool((ptr.diff() < 0).any()):
+    if not fits or int(ptr[0]) != 0 or int(ptr[-1]) != shard.num_rows or bool((ptr.long().diff() < 0).any()):
         found = ptr.tolist() if ptr.numel() < 8 else f"{ptr.dtype} of shape {tuple(ptr.shape)}"
         raise ValueError(f"`ptr` must rise from 0 to the number of all rows, {shard.num_rows}, got {found}")
     return ptr

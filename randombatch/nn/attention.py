@@ -73,6 +73,11 @@ class RandomBatchAttention(Draws, nn.Module):
             raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"`dropout` must lie in [0, 1), got {dropout}")
+        if kernel == "sgformer" and embed_dim == num_heads:
+            raise ValueError(
+                "heads of width one have directions +1 and -1 only, which may cancel in the sgformer kernel's "
+                f"denominator: take fewer than {num_heads} heads"
+            )
         if dropout and kernel == "sgformer":
             raise ValueError("the sgformer kernel never forms weights that could be dropped: set `dropout` to 0")
         self.embed_dim, self.num_heads, self.batch_size = embed_dim, num_heads, batch_size
@@ -120,7 +125,8 @@ class RandomBatchAttention(Draws, nn.Module):
         ptr = check_rows(x, mask, batch, ptr) if shard is None else check_shard(x, mask, batch, ptr, shard)
         check_fit(x, self.in_proj_weight, self.embed_dim)
         if not x.numel() and shard is None:
-            return self.out_proj(x)
+            # Nothing to compute, but every parameter gets a gradient, as other ranks expect (DistributedDataParallel).
+            return self.out_proj(x) + 0 * sum(p.sum() for p in self.parameters())
         rows = x.reshape(-1, x.shape[-1])
         if shard is None:
             results = [self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask) for seed in self.seeds()]

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,8 @@ def convert(
     called, the first in `eval()` if one was not (in training a model may drop layers). With `batch_size` >= N the model
     computes what it did before, except where PyTorch Geometric's linear attentions left padded keys in denominators.
     Convert a model as a whole: it numbers the layers, so that they divide differently in `eval()`; layers converted one
-    by one, or copied afterwards, divide alike there unless their `eval_seed` is set.
+    by one, or copied afterwards, divide alike there unless their `eval_seed` is set, and so does a layer that is called
+    again and again (there is a warning then; `eval_rounds` helps).
 
     Args:
         model: changed in place; if it is itself an attention module, a new one that shares its weights is returned.
@@ -60,6 +62,8 @@ def convert(
     pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
     encoders = {} if hf is None or names is not None else hf.encoders(model)
     inside = {id(m) for encoder, _ in encoders.values() for m in encoder.modules()}
+    if names is None:
+        inside |= {id(part) for m in model.modules() if isinstance(m, RandomBatch) for part in m.module.modules()}
     targets = _targets(model, pyg, None if names is None else set(names), self_correction, inside)
     ours = {} if names is not None else {n: m for n, m in model.named_modules() if isinstance(m, _SIZED)}
     if not targets and not encoders and not ours:
@@ -76,9 +80,10 @@ def convert(
     options: dict[str, Any] = {"batch_size": batch_size, "eval_rounds": eval_rounds}
     for module in ours.values():
         module.batch_size, module.eval_rounds = batch_size, eval_rounds
-    numbers = {*range(len(targets)), *(module.eval_seed for module in ours.values())}
-    if len(numbers) < len(targets) + len(ours):
-        for number, module in enumerate(ours.values(), start=len(targets)):
+    in_encoders = sum(len(attentions) for _, attentions in encoders.values())
+    numbers = {*range(len(targets) + in_encoders), *(module.eval_seed for module in ours.values())}
+    if len(numbers) < len(targets) + in_encoders + len(ours):
+        for number, module in enumerate(ours.values(), start=len(targets) + in_encoders):
             module.eval_seed = number
     if self_correction:
         options["self_correction"] = True
@@ -89,9 +94,11 @@ def convert(
             return new
         _replace(model, old, new)
         proof.watch(new, "witness")
+    first = len(targets)
     for encoder, attentions in encoders.values():
-        for module in hf.convert_encoder(encoder, attentions, **options):
+        for module in hf.convert_encoder(encoder, attentions, first=first, **options):
             proof.watch(module, "random_batch_witness")
+        first += len(attentions)
     for_torch.forbid_bypass(model)
     if pyg is not None:
         pyg.adapt(model)
@@ -128,6 +135,7 @@ def _targets(
     """Old module and new class for everything that will be replaced; raises before anything is touched.
 
     Modules `inside` Hugging Face encoders are left alone: what is not in their registry is cross-attention of a head.
+    So are those inside a `RandomBatch`, which see one batch at a time already.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: for_torch.RandomBatchMultiheadAttention}
     if pyg is not None:
@@ -143,7 +151,10 @@ def _targets(
     }
     unknown = set() if names is None else names - set(candidates)
     if unknown:
-        raise ValueError(f"no attention that can be converted by name is called {sorted(unknown)[0]!r}")
+        raise ValueError(
+            f"no attention that can be converted by name is called {sorted(unknown)[0]!r} "
+            "(Hugging Face models are converted as a whole, without `names`)"
+        )
     for name, module in candidates.items():
         reason = _refusal(model, name, module, type(module) in kinds, self_correction)
         if reason:
@@ -165,8 +176,10 @@ def _refusal(model: nn.Module, name: str, module: nn.Module, known: bool, self_c
 def _adopt(kind: type[nn.Module], old: nn.Module, **attributes: Any) -> nn.Module:
     """A module of another class around the same parameters, buffers, submodules and hooks."""
     new = kind.__new__(kind)
-    # `nn.Module` keeps its tables in dicts of its own: copied, so that the old module stays as it was.
-    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in old.__dict__.items()})
+    # `nn.Module` keeps its tables in dicts of its own: copied, so that the old module stays as it was. Not those of
+    # hooks, which whoever registered one removes it from.
+    for name, value in old.__dict__.items():
+        new.__dict__[name] = value.copy() if isinstance(value, dict) and "hooks" not in name else value
     for name, value in attributes.items():
         setattr(new, name, value)
     return new
@@ -180,15 +193,30 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[child] = new
 
 
+class _Calls:
+    """Which attention modules were called, in this forward and since the conversion."""
+
+    def __init__(self) -> None:
+        self.ever: set[nn.Module] = set()
+        self.now: set[nn.Module] = set()
+        self.repeated: set[nn.Module] = set()
+
+    def add(self, module: nn.Module) -> None:
+        if module in self.now:
+            self.repeated.add(module)
+        self.ever.add(module)
+        self.now.add(module)
+
+
 class _Proof:
     """Watches one forward of the model and raises if a replaced attention was not called in it."""
 
     def __init__(self) -> None:
-        self.calls: set[nn.Module] = set()
+        self.calls = _Calls()
         self.watched: list[tuple[nn.Module, str]] = []
 
     def watch(self, module: nn.Module, attribute: str) -> None:
-        """Have the module report its calls to a set under this name."""
+        """Have the module report its calls under this name."""
         setattr(module, attribute, self.calls)
         self.watched.append((module, attribute))
 
@@ -203,9 +231,11 @@ class _Proof:
         if pyg is not None and pyg.skipped_on_purpose(model):
             return
         names = {id(m): name for name, m in model.named_modules()}
-        skipped = [names.get(id(m), type(m).__name__) for m, _ in self.watched if m not in self.calls]
-        if skipped and model.training and self.calls:
+        skipped = [names.get(id(m), type(m).__name__) for m, _ in self.watched if m not in self.calls.ever]
+        if skipped and model.training and self.calls.ever:
             # Some models drop layers at random in training: only evaluation, or a later step, can tell.
+            self.calls.now.clear()
+            self.calls.repeated.clear()
             return
         if skipped:
             raise RuntimeError(
@@ -215,3 +245,11 @@ class _Proof:
         for module, attribute in self.watched:
             setattr(module, attribute, None)
         self.handle.remove()
+        repeated = [names.get(id(m), type(m).__name__) for m, _ in self.watched if m in self.calls.repeated]
+        if repeated:
+            warnings.warn(
+                f"{', '.join(repeated)} was called more than once in a forward. In eval() it divides alike every time: "
+                "if the calls follow each other (shared layers), items of different batches never meet there unless "
+                "`eval_rounds` averages over several divisions",
+                stacklevel=2,
+            )

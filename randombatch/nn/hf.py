@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function
 
+from randombatch.checks import check_batch_size
 from randombatch.division import draw_seed, fold_in
 from randombatch.nn.draws import mean
 from randombatch.nn.sequences import attend_sequences
 
 NAME = "random_batch"
 DEFAULT_BATCH_SIZE = 256
+# What is added to a logit to forbid it is at most this: models take -10000, or the least number of their type.
+FORBIDS = -1000.0
 
 
 def register() -> None:
@@ -113,9 +116,11 @@ def random_batch_forward(
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         raise ValueError("random batch attention has no L x L weights to return: turn `output_attentions` off")
     attention_mask = _as_padding(module, attention_mask)
+    batch_size = getattr(config, "random_batch_size", DEFAULT_BATCH_SIZE)
+    check_batch_size(batch_size, name="config.random_batch_size")
     rounds = 1 if module.training else getattr(config, "random_batch_eval_rounds", 1)
     options: dict[str, Any] = {
-        "batch_size": getattr(config, "random_batch_size", DEFAULT_BATCH_SIZE),
+        "batch_size": batch_size,
         "dropout_p": dropout if module.training else 0.0,
         "scale": scaling,
         "self_correction": getattr(config, "random_batch_self_correction", False),
@@ -129,7 +134,8 @@ def random_batch_forward(
             stacklevel=2,
         )
         layer = 0
-    seeds = [int(draw_seed()) if module.training else fold_in(layer, i) for i in range(rounds)]
+    fixed = () if module.training else range(rounds)
+    seeds = [torch.tensor(fold_in(layer, i), device="cpu") for i in fixed] or [draw_seed()]
     out_BHLD = mean([attend_sequences(query, key, value, attention_mask, seed, **options) for seed in seeds])
     return out_BHLD.transpose(1, 2).contiguous(), None
 
@@ -140,7 +146,14 @@ def _as_padding(module: nn.Module, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask.bool()
     if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
         mask = mask[:, 0, 0]
-        return mask if mask.dtype == torch.bool else mask >= 0
+        if mask.dtype == torch.bool:
+            return mask
+        if not bool(((mask == 0) | (mask <= FORBIDS)).all()):
+            raise ValueError(
+                f"{type(module).__name__} passes a mask of other numbers than 0 and large negatives, which is more "
+                "than padding: random batch attention cannot follow it"
+            )
+        return mask == 0
     raise ValueError(
         f"{type(module).__name__} passes a mask of shape {tuple(mask.shape)}, which is more than padding: "
         "random batch attention cannot follow it"
@@ -205,8 +218,9 @@ def convert_encoder(
     batch_size: int,
     eval_rounds: int,
     self_correction: bool = False,
+    first: int = 0,
 ) -> list[nn.Module]:
-    """Set the attention of one checked model; returns its attention modules."""
+    """Set the attention of one checked model, numbered from `first` on; returns its attention modules."""
     register()
     # A configuration may be shared with other models, which are to stay as they are.
     copies: dict[int, Any] = {}
@@ -215,7 +229,7 @@ def convert_encoder(
             module.config = copy.deepcopy(module.config, copies)
     model.set_attn_implementation(NAME)
     model.__dict__["random_batch_registered"] = _Registered()
-    for number, module in enumerate(attentions.values()):
+    for number, module in enumerate(attentions.values(), start=first):
         module.random_batch_layer = number
         config = module.config
         config.random_batch_size, config.random_batch_eval_rounds = batch_size, eval_rounds

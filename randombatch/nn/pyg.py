@@ -1,5 +1,7 @@
 """PyTorch Geometric's attention modules in random batches, and what its models need besides."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, SGFormerAttention
@@ -19,7 +21,7 @@ class _InBatches(Draws, nn.Module):
     """
 
     batch_size: int
-    witness: set[nn.Module] | None = None
+    witness: Any = None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.witness is not None:
@@ -49,27 +51,24 @@ ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def adapt(model: nn.Module) -> dict[str, str]:
+def adapt(model: nn.Module) -> None:
     """Mend what stands around converted attention: parameter lists, `batch=None`, Polynormer's switch.
 
-    Returns:
-        What was done beside the swap, by name of the module.
+    That switch only once: its attention would never run otherwise, but it may be off on purpose later.
     """
-    notes = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if not isinstance(module, (SGFormer, Polynormer)):
             continue
         if not any(isinstance(m, _InBatches) for m in module.modules()):
             continue
+        again = any(isinstance(hook, _OneGraph) for hook in module._forward_pre_hooks.values())
         if isinstance(module, SGFormer):
             module.params1 = list(module.trans_conv.parameters())
             module.params2 = [*module.graph_conv.parameters(), *module.fc.parameters()]
-        elif not module._global:
+        elif not module._global and not again:
             module._global = True
-            notes[name] = "global attention switched on (`_global` was False: it would never have run)"
-        if not any(isinstance(hook, _OneGraph) for hook in module._forward_pre_hooks.values()):
+        if not again:
             module.register_forward_pre_hook(_OneGraph(), with_kwargs=True)
-    return notes
 
 
 def skipped_on_purpose(model: nn.Module) -> bool:
@@ -82,7 +81,11 @@ class _OneGraph:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         names = ("x", "edge_index", "batch")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        placed = dict(zip(names, args, strict=False))
+        given = placed | kwargs
+        if len(given) < len(args) + len(kwargs) or "x" not in given:
+            # Something twice, too much or missing: the model says what is wrong.
+            return args, kwargs
         if given.get("batch") is None:
             x = given["x"]
             given["batch"] = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)

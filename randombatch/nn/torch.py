@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from randombatch.attention.functional import random_batch_attention
 from randombatch.attention.projected import projected_attention
 from randombatch.attention.rows import check_fit, check_numbers, check_rows
-from randombatch.division import Division
 from randombatch.nn.draws import Draws, mean
 from randombatch.nn.sequences import attend_sequences
 
@@ -24,7 +22,7 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
 
     batch_size: int
     self_correction: bool = False
-    witness: set[nn.Module] | None = None
+    witness: Any = None
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -96,19 +94,17 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
             )
             return out_NF.view(x_BLF.shape)
         q, k, v = (
-            F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias).view(batch, length, 3, self.num_heads, -1).unbind(2)
+            F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias)
+            .view(batch, length, 3, self.num_heads, self.head_dim)
+            .permute(2, 0, 3, 1, 4)
         )
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        valid = None if padding is None else ~padding
         options: dict[str, Any] = {"dropout_p": dropout_p, "self_correction": self.self_correction}
-        if mask is None:
-            valid = None if padding is None else ~padding
-            out_BHLD = attend_sequences(q, k, v, valid, int(seed), self.batch_size, **options)
-        else:
-            # A mask of pairs belongs to positions: here the padding takes part in the division.
-            division = Division(length, max(2, self.batch_size), int(seed))
-            options |= {"division": division, "attn_mask": mask, "key_padding_mask": padding}
-            out_BHLD = random_batch_attention(q, k, v, **options)
-        return self.out_proj(out_BHLD.transpose(1, 2).reshape(batch, length, width))
+        out_BHLD = attend_sequences(q, k, v, valid, seed, self.batch_size, mask, **options)
+        out_BLF = self.out_proj(out_BHLD.transpose(1, 2).reshape(batch, length, width))
+        if padding is None or mask is not None or length <= self.batch_size:
+            return out_BLF
+        return out_BLF.masked_fill(padding.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, num_heads={self.num_heads}, batch_size={self.batch_size}"

@@ -48,6 +48,7 @@ class RandomBatch(Draws, nn.Module):
         check_batch_size(batch_size)
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, got {type(module).__name__}")
+        _check_convention(module)
         self.module, self.batch_size, self.eval_seed = module, batch_size, eval_seed
 
     def reset_parameters(self) -> None:
@@ -77,6 +78,22 @@ class RandomBatch(Draws, nn.Module):
 
     def extra_repr(self) -> str:
         return f"batch_size={self.batch_size}"
+
+
+def _check_convention(module: nn.Module) -> None:
+    """Refuse torch's own modules where they do not map `(B, n, F)` batch by batch."""
+    if isinstance(module, nn.MultiheadAttention):
+        raise ValueError(
+            "nn.MultiheadAttention takes query, key and value: use RandomBatchAttention, which loads its state dict, "
+            "or randombatch.convert(model, batch_size)"
+        )
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)) and any(
+        isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in module.modules()
+    ):
+        raise ValueError(
+            f"this {type(module).__name__} takes (n, B, F), so that it would attend across batches: "
+            "make it with `batch_first=True`"
+        )
 
 
 def apply_in_batches(
@@ -148,6 +165,8 @@ class _Streamed(torch.autograd.Function):
                 x_BPF.requires_grad_()
                 with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
                     y_BPF = function(x_BPF)
+                if number == ctx.division.first:
+                    _check_origin(y_BPF, [x_BPF, *wanted])
                 home = ctx.division.home_of(rows)
                 grad_BPF = grad_NF[home].view_as(y_BPF)
                 dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
@@ -160,6 +179,23 @@ class _Streamed(torch.autograd.Function):
             dx_NF = x_NF.new_zeros(1, 1).expand_as(x_NF)  # a token, see `GivenBatches`
         gradients = iter(sums)
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
+
+
+def _check_origin(y: Tensor, known: list[Tensor]) -> None:
+    """Refuse what was computed from other tensors that want a gradient: it would be lost without a word."""
+    seen = {torch.autograd.graph.get_gradient_edge(t).node for t in known}
+    ahead = [y.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            raise RuntimeError(
+                f"the wrapped module uses a tensor of shape {tuple(node.variable.shape)} that wants a gradient but is "
+                "neither its input nor one of its parameters: register it as a parameter, or detach it"
+            )
+        ahead += [following for following, _ in node.next_functions]
 
 
 class _AsItWas:

@@ -300,6 +300,16 @@ def test_nothing_in_nothing_out() -> None:
         assert x.grad is not None
 
 
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_items_without_width_attend_to_all_alike(scale: float | None) -> None:
+    q, v = torch.randn(2, 3, 10, 0, requires_grad=True), torch.randn(2, 3, 10, 4, requires_grad=True)
+    out = random_batch_attention(q, q, v, 16, scale=scale)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, v, scale=scale))
+    out.sum().backward()
+    torch.testing.assert_close(v.grad, torch.ones_like(v))
+    assert q.grad is not None
+
+
 def bad(**changes: Any) -> dict[str, Any]:
     q = torch.randn(2, 3, 10, 4)
     return {"query": q, "key": q.clone(), "value": q.clone(), "batch_size": 4} | changes

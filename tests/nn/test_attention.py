@@ -128,6 +128,11 @@ def test_graph_numbers_may_be_anything() -> None:
     x, number = torch.randn(30, 8), torch.randint(0, 3, (30,))
     names = torch.tensor([-5, 7, 1 << 40])
     assert torch.equal(layer(x, batch=names[number]), layer(x, batch=number))
+    short = torch.tensor([100, -100, 0], dtype=torch.int8)
+    expected = layer(x, batch=short.long()[number])
+    assert torch.equal(layer(x, batch=short[number]), expected), "differences do not fit into the type"
+    for dtype in (torch.uint8, torch.uint16, torch.int16, torch.int32):
+        assert torch.equal(layer(x, batch=number.to(dtype)), layer(x, batch=number))
 
 
 def test_gradient_of_padding_is_zero() -> None:
@@ -262,6 +267,29 @@ def test_nothing_and_one() -> None:
     assert (nothing_valid == 0).all()
 
 
+def test_without_rows_every_parameter_gets_a_gradient() -> None:
+    """Or a rank without rows would leave the others waiting (DistributedDataParallel)."""
+    layer = RandomBatchAttention(8, 2, 4)
+    layer(torch.randn(0, 8)).sum().backward()
+    assert all(p.grad is not None and (p.grad == 0).all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_with_several_heads_nothing_depends_on_the_number_of_rows(heads: int) -> None:
+    exported = torch.export.export(
+        RandomBatchAttention(16, heads, 4).eval(),
+        (torch.randn(50, 16),),
+        dynamic_shapes={"x": {0: torch.export.Dim("n", min=2)}},
+    )
+    assert exported.module()(torch.randn(7, 16)).shape == (7, 16)
+
+
+def test_boundaries_as_a_list_compile() -> None:
+    layer, x = RandomBatchAttention(8, 2, 4).eval(), torch.randn(20, 8)
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, ptr=[0, 8, 20]), layer(x, ptr=torch.tensor([0, 8, 20])))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
@@ -275,6 +303,7 @@ def test_nothing_and_one() -> None:
         ({"kernel": "linear"}, ValueError, "`kernel` must be one of softmax, sgformer, got 'linear'"),
         ({"dropout": 1.0}, ValueError, r"`dropout` must lie in \[0, 1\)"),
         ({"dropout": 0.5, "kernel": "sgformer"}, ValueError, "set `dropout` to 0"),
+        ({"num_heads": 8, "kernel": "sgformer"}, ValueError, "take fewer than 8 heads"),
     ],
 )
 def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -> None:

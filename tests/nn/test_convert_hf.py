@@ -237,6 +237,14 @@ def test_the_function_itself_refuses_what_it_cannot_do() -> None:
         hf.random_batch_forward(module, q, q, q, None, softcap=50.0)
     with pytest.raises(ValueError, match="which is more than padding"):
         hf.random_batch_forward(module, q, q, q, torch.zeros(1, 1, 10, 10))
+    for soft in (5.0, -1.0):
+        with pytest.raises(ValueError, match="other numbers than 0 and large negatives"):
+            hf.random_batch_forward(module, q, q, q, torch.full((1, 1, 1, 10), soft))
+    for size, error in ((1, ValueError), (-3, ValueError), (True, TypeError), ("8", TypeError), (None, TypeError)):
+        module.config.random_batch_size = size
+        with pytest.raises(error, match=r"`config.random_batch_size` must be"):
+            hf.random_batch_forward(module, q, q, q, None)
+    module.config.random_batch_size = 4
     with pytest.raises(ValueError, match="turn `output_attentions` off"):
         hf.random_batch_forward(module, q, q, q, None, output_attentions=True)
     with pytest.warns(UserWarning, match="all layers divide alike in evaluation"):
@@ -260,3 +268,37 @@ assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, expected)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("make", [bert, vit])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiles(make, training: bool, padded: bool) -> None:
+    """Several layers, several steps: their seeds differ."""
+    model = convert(make(), 6).train(training)
+    ids, mask = tokens()
+    given = {"pixel_values": torch.randn(2, 3, 24, 24)} if make is vit else {"input_ids": ids}
+    if padded and make is not vit:
+        given["attention_mask"] = mask
+    model(**given)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        ours = compiled(**given).last_hidden_state
+        torch.manual_seed(seed)
+        torch.testing.assert_close(ours, model(**given).last_hidden_state, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_beside_an_encoder_have_other_numbers() -> None:
+    model = nn.ModuleDict({"a": bert(), "b": bert(), "own": nn.TransformerEncoderLayer(32, 4, batch_first=True)})
+    convert(model, 6)
+    numbers = [m.random_batch_layer for name in ("a", "b") for m in hf.attention_modules(model[name]).values()]
+    assert sorted([*numbers, model["own"].self_attn.eval_seed]) == list(range(5))
+
+
+def test_layers_that_are_shared_are_warned_of() -> None:
+    config = transformers.AlbertConfig(**SMALL | {"num_hidden_layers": 3}, vocab_size=50, embedding_size=16)
+    ids = torch.randint(5, 30, (2, 20))
+    with pytest.warns(UserWarning, match="called more than once in a forward"):
+        convert(transformers.AlbertModel(config), 6)(ids)

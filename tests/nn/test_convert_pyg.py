@@ -139,6 +139,25 @@ def test_polynormer_is_switched_on_and_may_be_switched_off_for_its_local_phase()
     model._global = True
     model(x, edge_index, batch)
     assert not model._forward_hooks
+    model._global = False
+    assert not convert(model, 4)._global, "the local phase goes on"
+
+
+@pytest.mark.parametrize("name", ["sgformer", "polynormer"])
+def test_wrong_arguments_reach_the_model(name: str) -> None:
+    model, (x, edge_index, batch) = convert(MODELS[name](), 8), graph([30])
+    with pytest.raises(TypeError, match="missing"):
+        model(edge_index=edge_index)
+    with pytest.raises(TypeError, match="positional arguments but"):
+        model(x, edge_index, batch, None, None)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        model(x, edge_index, x=x)
+
+
+def test_gps_without_nodes() -> None:
+    model = convert(GPS("multihead"), 8).eval()
+    out = model(torch.zeros(0, 16), torch.zeros(2, 0, dtype=torch.long))
+    assert out.shape == (0, 16)
 
 
 def test_gps_reset_and_dispatch() -> None:

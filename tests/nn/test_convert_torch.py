@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -261,3 +262,91 @@ def test_bad_input(x: torch.Tensor, options: dict, error: type[Exception], messa
     with pytest.raises(error, match=message):
         attention(x, x, x, **options)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("self_correction", [False, True])
+def test_padded_positions_come_out_of_the_attention_as_zero(self_correction: bool) -> None:
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    nn.init.ones_(attention.out_proj.bias)
+    ours = convert(attention, 6, self_correction=self_correction)
+    x, padding = torch.randn(2, 20, 16), torch.arange(20) >= torch.tensor([20, 9])[:, None]
+    out, _ = ours(x, x, x, key_padding_mask=padding)
+    assert (out[padding] == 0).all()
+    assert (out[~padding] != 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 9, 16), (2, 0, 16), (0, 16)])
+def test_nothing_in_nothing_out(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    out, _ = convert(nn.MultiheadAttention(16, 2, batch_first=True), 4)(x, x, x)
+    assert out.shape == shape
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", ["mask", "padding in one batch", "self_correction"])
+def test_compiles(training: bool, case: str) -> None:
+    """Several layers, several steps: their seeds differ."""
+    x = torch.randn(2, 20, 16)
+    padding = torch.arange(20) >= torch.tensor([20, 13])[:, None]
+    causal = nn.Transformer.generate_square_subsequent_mask(20)
+    given = {"mask": {"mask": causal}, "padding in one batch": {"src_key_padding_mask": padding}}.get(case, {})
+    size = 64 if case == "padding in one batch" else 8
+    model = convert(encoder(), size, self_correction=case == "self_correction").train(training)
+    model(x, **given)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        ours = compiled(x, **given)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(ours, model(x, **given), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_inside_a_wrapper_is_in_batches_already() -> None:
+    inner = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(RandomBatch(inner, 16))
+    convert(model, 4)
+    assert list(converted(model)) == ["0"]
+    assert type(inner.self_attn) is nn.MultiheadAttention
+    assert model[0].batch_size == 4
+
+
+def test_hooks_can_still_be_removed_by_their_handles() -> None:
+    layer, calls = nn.TransformerEncoderLayer(16, 4, batch_first=True), []
+    handle = layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    convert(layer, 4)
+    x = torch.randn(1, 10, 16)
+    layer(x)
+    handle.remove()
+    layer(x)
+    assert calls == [1]
+
+
+class Again(nn.Module):
+    """One layer, called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layer(x)
+        return x
+
+
+def test_a_layer_that_is_called_again_is_warned_of_and_rounds_help() -> None:
+    x = torch.randn(1, 32, 16, requires_grad=True)
+    reached = []
+    for rounds in (1, 3):
+        model = convert(Again(), 8, eval_rounds=rounds).eval()
+        with pytest.warns(UserWarning, match="layer.self_attn was called more than once in a forward"):
+            out = model(x)
+        (grad,) = torch.autograd.grad(out[0, 0, 0], x)
+        reached.append(int((grad[0].abs().sum(1) > 0).sum()))
+    assert reached == [8, 32]
+    layers = convert(encoder(), 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layers(x)

@@ -164,6 +164,13 @@ def test_bad_arguments() -> None:
         RandomBatch(by_hand, 4)
     with pytest.raises(ValueError, match=r"must map \(3, 4, 8\) to \(B, n, F'\), got"):
         RandomBatch(nn.Flatten(), 4)(torch.randn(12, 8))
+    with pytest.raises(ValueError, match=r"use RandomBatchAttention.*or randombatch.convert"):
+        RandomBatch(nn.MultiheadAttention(8, 2), 4)
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    for module in (layer, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)):
+        with pytest.raises(ValueError, match=r"takes \(n, B, F\).*`batch_first=True`"):
+            RandomBatch(module, 4)
+    RandomBatch(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4)(torch.randn(12, 8))
 
 
 class Swapped(torch.nn.Module):
@@ -266,3 +273,27 @@ def test_parameters_of_a_functional_call_get_gradients(make: Callable[[], Any]) 
     own = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     for a, b in zip(ours, own, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class Gated(nn.Module):
+    """Uses a tensor that is no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(8, 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gate
+
+
+def test_a_gradient_is_not_lost_without_a_word() -> None:
+    elsewhere, wrapped = nn.Linear(3, 8), RandomBatch(Gated(), 4)
+    gate = elsewhere(torch.ones(3))
+    x = torch.randn(12, 8, requires_grad=True)
+    for tensor in (gate, gate.detach().requires_grad_()):
+        wrapped.module.gate = tensor
+        with pytest.raises(RuntimeError, match="neither its input nor one of its parameters"):
+            wrapped(x).sum().backward()
+    wrapped.module.gate = gate.detach()
+    wrapped(x).sum().backward()
+    assert x.grad is not None
