@@ -17,6 +17,8 @@ __all__ = ["Division", "draw_seed", "even_bounds", "fold_in", "orders"]
 # Positions of a large graph turned into items at a time: between blocks each call takes some 0.2 ms however few they
 # are. Of small graphs, which are sorted, fewer.
 SPAN, SORTED_SPAN = 1 << 17, 1 << 15
+# Beyond, the permutation's integers would not fit into 64 bits.
+MOST_ITEMS = 1 << 62
 
 
 def draw_seed(generator: torch.Generator | None = None) -> Tensor:
@@ -42,7 +44,8 @@ def orders(num_items: int, seeds: Sequence[int], device: torch.device | None = N
 
 def _normal_mode() -> contextlib.AbstractContextManager[Any]:
     """A division may outlive inference mode, whose tensors no backward pass accepts."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inference else contextlib.nullcontext()
 
 
 class Division:
@@ -65,8 +68,8 @@ class Division:
     def __init__(self, num_items: int, batch_size: int, seed: int, *, ptr: Tensor | None = None) -> None:
         if isinstance(num_items, bool) or not isinstance(num_items, int):
             raise TypeError(f"`num_items` must be an int, got {type(num_items).__name__} {num_items!r}")
-        if num_items < 0:
-            raise ValueError(f"`num_items` must not be negative, got {num_items}")
+        if not 0 <= num_items < MOST_ITEMS:
+            raise ValueError(f"`num_items` must not be negative and less than 2**62, got {num_items}")
         check_batch_size(batch_size, num_items)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(
@@ -96,13 +99,13 @@ class Division:
         """
         if self.rows is not None:
             raise ValueError("this division is on rows already: call `on_rows` of the division of the items")
-        rows = _as_tensor(rows)
-        if rows.shape != (self.num_items,) or rows.is_floating_point() or rows.dtype == torch.bool:
+        rows = _integers("rows", rows)
+        if rows.shape != (self.num_items,):
             raise ValueError(f"`rows` must be {self.num_items} integers, got {rows.dtype} of shape {tuple(rows.shape)}")
         if rows.unique().numel() != self.num_items or (self.num_items and int(rows.min()) < 0):
             raise ValueError("`rows` must be distinct and not negative")
         with _normal_mode():
-            return self._on_rows(rows.long().clone() if rows.is_inference() else rows.long())
+            return self._on_rows(rows.clone())
 
     def _on_rows(self, rows: Tensor | None) -> "Division":
         other = Division(self.num_items, self.batch_size, self.seed, ptr=self.ptr)
@@ -329,10 +332,7 @@ class Division:
 
     def items_of(self, rows: Tensor) -> Tensor:
         """Items that are these rows (the rows themselves unless `on_rows` said otherwise). Any shape."""
-        rows = _as_tensor(rows)
-        if rows.is_floating_point() or rows.dtype == torch.bool:
-            raise TypeError(f"items must be integers, got {rows.dtype}")
-        rows = rows.long().contiguous()
+        rows = _integers("items", rows).contiguous()
         if self.rows is None:
             known = (rows >= 0) & (rows < self.num_items)
         else:
@@ -346,20 +346,30 @@ class Division:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Division):
             return NotImplemented
-        same = (self.num_items, self.batch_size, self.seed) == (other.num_items, other.batch_size, other.seed)
-        return same and _equal(self.ptr, other.ptr) and _equal(self.rows, other.rows)
+        return self._name == other._name and _equal(self.ptr, other.ptr) and _equal(self.rows, other.rows)
 
     def __hash__(self) -> int:
-        return hash((self.num_items, self.batch_size, self.seed))
+        return hash(self._name)
+
+    @property
+    def _name(self) -> tuple[int, int, int]:
+        return self.num_items, self.batch_size, signed64(self.seed)
 
     def __repr__(self) -> str:
         graphs = "" if self.ptr is None else f", ptr=<{self.ptr.numel() - 1} graphs>"
-        return f"Division({self.num_items}, {self.batch_size}, seed={self.seed}{graphs})"
+        rows = "" if self.rows is None else ".on_rows(...)"
+        return f"Division({self.num_items}, {self.batch_size}, seed={self.seed}{graphs}){rows}"
 
 
-def _as_tensor(items: Any) -> Tensor:
-    """Where it is; a default device is for new tensors only."""
-    return items if isinstance(items, Tensor) else torch.as_tensor(items, device="cpu")
+def _integers(name: str, given: Any) -> Tensor:
+    """As int64, where it is: a default device is for new tensors only."""
+    try:
+        numbers = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`{name}` must be integers, got {type(given).__name__} {given!r}") from None
+    if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
+        raise TypeError(f"`{name}` must be integers, got {numbers.dtype}")
+    return numbers.long()
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

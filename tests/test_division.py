@@ -259,7 +259,7 @@ def test_is_not_changed_by_what_happens_to_its_boundaries() -> None:
 def test_bad_items_and_rows() -> None:
     with pytest.raises(ValueError, match="no such item: 10"):
         Division(10, 2, 0).position(torch.tensor([3, 10]))
-    with pytest.raises(TypeError, match="items must be integers"):
+    with pytest.raises(TypeError, match="`items` must be integers"):
         Division(10, 2, 0).batch_of(torch.tensor([1.0]))
     with pytest.raises(ValueError, match="distinct"):
         Division(3, 2, 0).on_rows(torch.tensor([1, 1, 2]))
@@ -269,6 +269,29 @@ def test_bad_items_and_rows() -> None:
         for position in (-1, n):
             with pytest.raises(ValueError, match=rf"positions must lie in \[0, {n}\)"):
                 Division(n, 2, 0).items_at(torch.tensor([0, position]))
+
+
+def test_what_are_no_integers() -> None:
+    division = Division(3, 2, 0)
+    for wrong in (None, "a", torch.tensor([1.5]), torch.tensor([1j]), torch.tensor([True])):
+        with pytest.raises(TypeError, match="`items` must be integers"):
+            division.position(wrong)
+        with pytest.raises(TypeError, match="`rows` must be integers"):
+            division.on_rows(wrong)
+    assert division.position([]).tolist() == division.batch_of([]).tolist() == []
+    with pytest.raises(ValueError, match=r"`num_items` must not be negative and less than 2\*\*62"):
+        Division(1 << 62, 2, 0)
+
+
+def test_owns_its_rows_and_its_seed_has_64_bits() -> None:
+    rows = torch.tensor([5, 1, 4])
+    division = Division(3, 2, 0).on_rows(rows)
+    before = division.order()
+    rows[0] = 99
+    assert torch.equal(division.order(), before)
+    assert Division(10, 2, 1) == Division(10, 2, (1 << 64) + 1)
+    assert hash(Division(10, 2, 1)) == hash(Division(10, 2, (1 << 64) + 1))
+    assert repr(division) == "Division(3, 2, seed=0).on_rows(...)"
 
 
 def test_items_stay_where_they_are_under_a_default_device() -> None:

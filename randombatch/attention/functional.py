@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from randombatch.attention.rows import autocast_type, check_numbers, refuse_tangents
+from randombatch.attention.rows import autocast_type, check_dense, check_numbers, refuse_tangents
 from randombatch.attention.streamed import attention
 from randombatch.checks import check_batch_size, check_generator
 from randombatch.division import Division, draw_seed
@@ -100,7 +100,7 @@ def attend(
     padding = _padding(key_padding_mask, query, query_BHLD.shape[0], enable_gqa)
     mask = _mask(attn_mask, query, query_BHLD)
     seed, batch_size, ptr, rows = which(query.shape[-2])
-    if value.numel() == 0:
+    if query_BHLD.shape[:3].numel() == 0 or value.numel() == 0:
         # Nothing to compute, but the result stays connected to its inputs.
         return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * (query.sum() + key.sum() + value.sum())
     refuse_tangents(query, key, value, mask)
@@ -178,12 +178,13 @@ def _resolve(
         raise TypeError(f"`division` must be a Division, got {type(division).__name__}")
     if batch_size is not None or generator is not None:
         raise ValueError("`division` already says the batches: give either it, or `batch_size` (and `generator`)")
-    fits = division.num_items == length if division.rows is None else (division.rows < length).all()
-    if not fits:
+    if division.rows is None and division.num_items != length:
         raise ValueError(
             f"`division` is of {division.num_items} items but query has {length} rows: "
             f"make one with Division.draw({length}, batch_size)"
         )
+    if division.rows is not None and not torch.compiler.is_compiling() and not (division.rows < length).all():
+        raise ValueError(f"`division` is on rows up to {int(division.rows.max())} but query has {length}")
     return division.key, division.batch_size, division.ptr, division.rows
 
 
@@ -192,6 +193,7 @@ def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int, enable_
         return None
     if not isinstance(key_padding_mask, Tensor):
         raise TypeError(f"`key_padding_mask` must be a tensor, got {type(key_padding_mask).__name__}")
+    check_dense("key_padding_mask", key_padding_mask)
     length = query.shape[-2]
     # What comes before (L, E) is heads with `enable_gqa`, a batch otherwise.
     alone = query.dim() <= (3 if enable_gqa else 2)
@@ -204,7 +206,7 @@ def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int, enable_
             f"`key_padding_mask` must be (batch, L) = {(leading, length)}, got shape {tuple(key_padding_mask.shape)}"
         )
     if padding.device != query.device:
-        raise ValueError(f"`key_padding_mask` is on {padding.device} but `query` on {query.device}")
+        raise ValueError(f"`key_padding_mask` is on {padding.device} but `query` on {query.device}: move it there")
     if leading == 0:
         return padding.expand(batch, length) if batch == 0 else None
     return padding.repeat_interleave(batch // leading, dim=0) if batch >= leading else padding
@@ -216,11 +218,12 @@ def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor
         return None
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"`attn_mask` must be a tensor, got {type(attn_mask).__name__}")
+    check_dense("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"`attn_mask` must be boolean (True = may attend) or floating point, got {attn_mask.dtype}")
     full = (*query.shape[:-1], query.shape[-2])
     if attn_mask.device != query.device:
-        raise ValueError(f"`attn_mask` is on {attn_mask.device} but `query` on {query.device}")
+        raise ValueError(f"`attn_mask` is on {attn_mask.device} but `query` on {query.device}: move it there")
     try:
         fits = torch.broadcast_shapes(attn_mask.shape, full) == full
     except RuntimeError:

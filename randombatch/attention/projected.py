@@ -19,6 +19,7 @@ from randombatch.attention.rows import (
     refuse_tangents,
     without_autocast,
 )
+from randombatch.checks import check_batch_size
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import signed64
@@ -71,6 +72,8 @@ def projected_attention(
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.
     """
+    # It may have been set since the layer was made.
+    check_batch_size(batch_size, x.shape[0])
     refuse_tangents(x, in_weight, in_bias, out_weight, out_bias)
     x = x.to(autocast_type(x) or x.dtype)
     # Blocks are computed in this type, and so are products of weights: no need to round them first.

@@ -22,6 +22,10 @@ def check_numbers(name: str, x: Tensor) -> None:
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"`{name}` must hold floating-point numbers of 16 to 64 bits, got {x.dtype}: convert it first")
+    check_dense(name, x)
+
+
+def check_dense(name: str, x: Tensor) -> None:
     if x.layout != torch.strided:
         raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
 

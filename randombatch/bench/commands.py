@@ -182,7 +182,7 @@ def bench_attention(
             heads=heads,
             batch_size=batch_size,
             threads=threads,
-            peers=tuple(p for p in peers.split(",") if p),
+            peers=tuple(p.strip() for p in peers.split(",") if p.strip()),
             turns=turns,
             scaling=integers(scaling),
             sweep=sweep,

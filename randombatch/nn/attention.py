@@ -59,10 +59,13 @@ class RandomBatchAttention(Draws, nn.Module):
     ) -> None:
         super().__init__()
         check_batch_size(batch_size)
-        whole = {"embed_dim": embed_dim, "num_heads": num_heads, "block_rows": 1 if block_rows is None else block_rows}
-        for name, given in whole.items():
-            if isinstance(given, bool) or not isinstance(given, int):
-                raise TypeError(f"`{name}` must be an int, got {given!r}")
+        whole = {"embed_dim": embed_dim, "num_heads": num_heads, "eval_seed": eval_seed}
+        for name, number in (whole | {"block_rows": 1 if block_rows is None else block_rows}).items():
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"`{name}` must be an int, got {number!r}")
+        for name, flag in (("bias", bias), ("recompute", recompute)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"`{name}` must be True or False, got {flag!r}")
         if not isinstance(dropout, int | float):
             raise TypeError(f"`dropout` must be a number, got {dropout!r}")
         if block_rows is not None and block_rows < 1:

@@ -48,6 +48,8 @@ class RandomBatch(Draws, nn.Module):
         check_batch_size(batch_size)
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, got {type(module).__name__}")
+        if isinstance(eval_seed, bool) or not isinstance(eval_seed, int):
+            raise TypeError(f"`eval_seed` must be an int, got {eval_seed!r}")
         _check_convention(module)
         self.module, self.batch_size, self.eval_seed = module, batch_size, eval_seed
 

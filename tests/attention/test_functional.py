@@ -298,6 +298,23 @@ def test_nothing_in_nothing_out() -> None:
         assert out.shape == x.shape
         out.sum().backward()
         assert x.grad is not None
+    q, k = torch.randn(2, 0, 10, 4), torch.randn(2, 2, 10, 4)
+    assert random_batch_attention(q, k, k, 4, enable_gqa=True).shape == (2, 0, 10, 4)
+
+
+def test_divisions_compile_as_arguments_and_made_inside() -> None:
+    q = torch.randn(2, 20, 4)
+    rows = torch.randperm(20)
+    for division in (Division(20, 6, 3), Division(20, 6, 3, ptr=torch.tensor([0, 7, 20])).on_rows(rows)):
+        compiled = torch.compile(
+            lambda q, d: random_batch_attention(q, q, q, division=d), fullgraph=True, backend="aot_eager"
+        )
+        torch.testing.assert_close(compiled(q, division), random_batch_attention(q, q, q, division=division))
+
+    def inside(q: Tensor) -> Tensor:
+        return random_batch_attention(q, q, q, division=Division(20, 6, 3))
+
+    torch.testing.assert_close(torch.compile(inside, fullgraph=True, backend="aot_eager")(q), inside(q))
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])
@@ -324,6 +341,17 @@ def bad(**changes: Any) -> dict[str, Any]:
         (bad(batch_size=None), ValueError, "either `batch_size` or `division`"),
         (bad(division=Division(10, 4, 0)), ValueError, "either it, or `batch_size`"),
         (bad(batch_size=None, division=Division(11, 4, 0)), ValueError, "`division` is of 11 items but query has 10"),
+        (
+            bad(batch_size=None, division=Division(3, 2, 0).on_rows([1, 12, 3])),
+            ValueError,
+            "`division` is on rows up to 12 but query has 10",
+        ),
+        (bad(attn_mask=torch.zeros(10, 10).to_sparse()), TypeError, "`attn_mask` must be a dense tensor"),
+        (
+            bad(key_padding_mask=torch.zeros(2, 10, dtype=torch.bool).to_sparse()),
+            TypeError,
+            "`key_padding_mask` must be a dense tensor",
+        ),
         (bad(batch_size=None, division=7), TypeError, "`division` must be a Division, got int"),
         (bad(query=[1.0]), TypeError, "`query` must be a tensor, got list"),
         (bad(query=torch.ones(2, 3, 10, 4, dtype=torch.long)), TypeError, "`query` must hold floating-point"),

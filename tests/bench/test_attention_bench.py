@@ -53,6 +53,7 @@ def test_tables_and_json(tmp_path: Path) -> None:
     floor = [row for row in result["rows"] if row["name"] == "floor"]
     ratio = min(row["ours_train_s"] for row in floor) / min(row["train_s"] for row in floor)
     assert ratios["train_time_over_floor"] == pytest.approx(ratio)
+    assert result["floor"]["train_s"] == min(row["train_s"] for row in floor)
     assert result["machine"]["threads"] == 1
     assert result["deviation_from_naive"] < 1e-9
     assert not list(tmp_path.glob("*.tmp"))

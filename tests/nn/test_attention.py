@@ -1,5 +1,7 @@
 """`RandomBatchAttention`: parameters as in `nn.MultiheadAttention`, graphs never mix, padding never leaks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -304,6 +306,9 @@ def test_boundaries_as_a_list_compile() -> None:
         ({"dropout": 1.0}, ValueError, r"`dropout` must lie in \[0, 1\)"),
         ({"dropout": 0.5, "kernel": "sgformer"}, ValueError, "set `dropout` to 0"),
         ({"num_heads": 8, "kernel": "sgformer"}, ValueError, "take fewer than 8 heads"),
+        ({"eval_seed": 1.5}, TypeError, "`eval_seed` must be an int, got 1.5"),
+        ({"bias": "no"}, TypeError, "`bias` must be True or False, got 'no'"),
+        ({"recompute": 0}, TypeError, "`recompute` must be True or False, got 0"),
     ],
 )
 def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -> None:
@@ -387,6 +392,14 @@ def test_layers_of_a_stack_that_are_numbered_mix_in_evaluation(wrap: bool) -> No
     assert reached(0, 0, 0, 0) == 5
     assert reached(0, 1, 2, 3) > 40
     assert reached(0, 0, 0, 0, number_them=True) > 40
+
+
+@pytest.mark.parametrize(("size", "error"), [(2.5, TypeError), (True, TypeError), (1, ValueError)])
+def test_a_batch_size_that_is_set_later_is_checked(size: Any, error: type[Exception]) -> None:
+    layer = RandomBatchAttention(8, 2, 4)
+    layer.batch_size = size
+    with pytest.raises(error, match="`batch_size` must be"):
+        layer(torch.randn(10, 8))
 
 
 def test_public_names() -> None:

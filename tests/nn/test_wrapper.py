@@ -164,6 +164,8 @@ def test_bad_arguments() -> None:
         RandomBatch(by_hand, 4)
     with pytest.raises(ValueError, match=r"must map \(3, 4, 8\) to \(B, n, F'\), got"):
         RandomBatch(nn.Flatten(), 4)(torch.randn(12, 8))
+    with pytest.raises(TypeError, match="`eval_seed` must be an int, got None"):
+        RandomBatch(Own(), 4, eval_seed=None)
     with pytest.raises(ValueError, match=r"use RandomBatchAttention.*or randombatch.convert"):
         RandomBatch(nn.MultiheadAttention(8, 2), 4)
     layer = nn.TransformerEncoderLayer(8, 2, 16)
