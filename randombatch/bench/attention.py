@@ -115,17 +115,14 @@ def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:
     rows = []
     tick = progress("side by side", (settings.turns + 1) * 2 * len(names) * len(ALLOCATORS))
     for allocator in ALLOCATORS:
-        ours: dict[str, Any] = {
-            "name": "ours",
-            "allocator": allocator,
-            "extra_bytes": _extra_memory(settings, "ours", allocator),
-        }
         with running(settings.worker("ours"), allocator) as worker:
+            ours: dict[str, Any] = {"name": "ours", "allocator": allocator, **worker.ask("memory")}
             for name in names:
-                memory = _extra_memory(settings, name, allocator)
                 with running(settings.worker(name), allocator) as other:
+                    # At first, while the process has done nothing else.
+                    memory = other.ask("memory")
                     times = take_turns({"ours": worker, name: other}, settings.turns, tick)
-                row = {"name": name, "allocator": allocator, **times[name].row(), "extra_bytes": memory}
+                row = {"name": name, "allocator": allocator, **times[name].row(), **memory}
                 pairs = zip(times[name].train, times["ours"].train, strict=True)
                 row["over_ours_median"] = statistics.median(theirs / mine for theirs, mine in pairs)
                 rows.append({**row, "ours_train_s": times["ours"].row()["train_s"]})
@@ -135,23 +132,18 @@ def _side_by_side(settings: Settings, progress) -> list[dict[str, Any]]:
     return rows
 
 
-def _extra_memory(settings: Settings, name: str, allocator: str, **changes: Any) -> float:
-    with running(settings.worker(name, **changes), allocator) as worker:
-        return worker.ask("memory")["extra_bytes"]
-
-
 def _scaling(settings: Settings, progress) -> list[dict[str, Any]]:
     """Our layer alone at growing N, under both allocators."""
     cases = [(nodes, allocator) for nodes in settings.scaling for allocator in ALLOCATORS]
     tick = progress("scaling", len(cases))
     rows = []
     for nodes, allocator in cases:
-        memory = _extra_memory(settings, "ours", allocator, nodes=nodes)
         # Enough steps for the shortest to be undisturbed; a large graph averages by itself.
         turns = max(3, min(100, 4_000_000 // nodes))
         with running(settings.worker("ours", nodes=nodes), allocator) as worker:
+            memory = worker.ask("memory")
             times = take_turns({0: worker}, turns, lambda: None)[0].row()
-        row = {"name": "scaling", "nodes": nodes, "allocator": allocator, **times, "extra_bytes": memory}
+        row = {"name": "scaling", "nodes": nodes, "allocator": allocator, **times, **memory}
         rows.append({**row, "ns_per_node": times["train_s"] / nodes * 1e9})
         tick()
     return rows
