@@ -1,7 +1,7 @@
 """The public entry: `scaled_dot_product_attention` restricted to random batches."""
 
 import math
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,22 @@ from randombatch.checks import check_batch_size, check_generator
 from randombatch.division import Division, draw_seed
 
 
+class Named(NamedTuple):
+    """A division as operators are given it: by its seed, so that compiled code takes any."""
+
+    seed: Tensor
+    batch_size: int
+    ptr: Tensor | None = None
+    rows: Tensor | None = None
+
+
 def random_batch_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     batch_size: int | None = None,
     *,
-    division: Division | None = None,
+    division: Division | Named | None = None,
     generator: torch.Generator | None = None,
     key_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -57,49 +66,12 @@ def random_batch_attention(
         `(..., L, Ev)`. Rows without any key to attend to are zero.
     """
     check_generator(generator)
-
-    def which(length: int) -> Named:
-        return _resolve(length, batch_size, division, generator)
-
-    return attend(
-        query,
-        key,
-        value,
-        which,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        self_correction=self_correction,
-    )
-
-
-# A division as operators are given it: its seed (so that compiled code takes any), p, boundaries of graphs, and rows.
-Named = tuple[Tensor, int, Tensor | None, Tensor | None]
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    which: Callable[[int], Named],
-    *,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    self_correction: bool = False,
-) -> Tensor:
-    """`random_batch_attention` where `which` says the division of so many items, asked when nothing can be refused."""
     _check_options(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa, self_correction=self_correction)
     query_BHLD, key_BKLD, value_BKLE = _canonical(query, key, value, enable_gqa)
     padding = _padding(key_padding_mask, query, query_BHLD.shape[0], enable_gqa)
     mask = _mask(attn_mask, query, query_BHLD)
-    seed, batch_size, ptr, rows = which(query.shape[-2])
+    # At last: a call that is refused must not have drawn anything.
+    seed, batch_size, ptr, rows = _resolve(query.shape[-2], batch_size, division, generator)
     if query_BHLD.shape[:3].numel() == 0 or value.numel() == 0:
         # Nothing to compute, but the result stays connected to its inputs.
         return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * (query.sum() + key.sum() + value.sum())
@@ -166,14 +138,16 @@ def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
 
 
 def _resolve(
-    length: int, batch_size: int | None, division: Division | None, generator: torch.Generator | None
+    length: int, batch_size: int | None, division: Division | Named | None, generator: torch.Generator | None
 ) -> Named:
     """The division that the caller gave or asked for."""
     if division is None:
         if batch_size is None:
             raise ValueError("give either `batch_size` or `division`")
         check_batch_size(batch_size, length)
-        return draw_seed(generator), batch_size, None, None
+        return Named(draw_seed(generator), batch_size)
+    if isinstance(division, Named):
+        return division
     if not isinstance(division, Division):
         raise TypeError(f"`division` must be a Division, got {type(division).__name__}")
     if batch_size is not None or generator is not None:
@@ -185,7 +159,7 @@ def _resolve(
         )
     if division.rows is not None and not torch.compiler.is_compiling() and not (division.rows < length).all():
         raise ValueError(f"`division` is on rows up to {int(division.rows.max())} but query has {length}")
-    return division.key, division.batch_size, division.ptr, division.rows
+    return Named(division.key, division.batch_size, division.ptr, division.rows)
 
 
 def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int, enable_gqa: bool) -> Tensor | None:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from randombatch.attention.functional import attend
+from randombatch.attention.functional import Named, random_batch_attention
 
 
 def attend_sequences(
@@ -28,7 +28,7 @@ def attend_sequences(
     batch, heads, length, _ = query.shape
     if valid is None or length <= batch_size or attn_mask is not None:
         options |= {"key_padding_mask": None if valid is None else ~valid, "attn_mask": attn_mask}
-        return attend(query, key, value, lambda _: (seed, batch_size, None, None), **options)
+        return random_batch_attention(query, key, value, division=Named(seed, batch_size), **options)
     ptr = F.pad(valid.sum(1).cumsum(0), (1, 0)).cpu()
     rows = valid.flatten().nonzero().squeeze(1)
 
@@ -36,5 +36,5 @@ def attend_sequences(
         return x.transpose(1, 2).reshape(1, batch * length, *x.shape[1::2]).transpose(1, 2)
 
     tables = one_table(query), one_table(key), one_table(value)
-    out = attend(*tables, lambda _: (seed, batch_size, ptr, rows), **options)
+    out = random_batch_attention(*tables, division=Named(seed, batch_size, ptr, rows), **options)
     return out.transpose(1, 2).reshape(batch, length, heads, -1).transpose(1, 2)
