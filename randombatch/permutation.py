@@ -44,9 +44,13 @@ def fold_in(seed: int, *data: int) -> int:
     The order of the integers and their number matter: `fold_in(s, 1, 2)`, `fold_in(s, 2, 1)` and `fold_in(s, 1)` all
     differ.
     """
-    state = _mix((operator.index(seed) + _GOLDEN) & _MASK64)
-    for value in data:
-        state = _mix(((state + _GOLDEN) & _MASK64) ^ _mix(operator.index(value) & _MASK64))
+    try:
+        first, *others = map(operator.index, (seed, *data))
+    except TypeError:
+        raise TypeError(f"`seed` and `data` must be integers, got {(seed, *data)}") from None
+    state = _mix((first + _GOLDEN) & _MASK64)
+    for value in others:
+        state = _mix(((state + _GOLDEN) & _MASK64) ^ _mix(value & _MASK64))
     return state >> 1
 
 

@@ -66,7 +66,7 @@ def test_the_order_of_fewer_items_is_the_order_restricted() -> None:
 
 def test_fold_in_takes_integers_only() -> None:
     assert fold_in(1, torch.tensor(2)) == fold_in(1, 2)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="`seed` and `data` must be integers, got "):
         fold_in(1, 0.5)
 
 

@@ -11,8 +11,11 @@ from randombatch.attention.functional import _canonical
 from randombatch.checks import check_batch_size, check_generator
 from randombatch.division import Division, draw_seed, fold_in
 
-# Numbers in one block of logits against all keys, and in one block of gathered keys.
+# Numbers in one block of logits against all keys.
 BLOCK = 1 << 22
+# By default as many divisions as give this many batches, and no fewer than the least, as long as a query then meets no
+# more than so many keys: items of a batch err alike, so that few large batches say little.
+BATCHES, LEAST_ROUNDS, KEYS = 512, 16, 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ def estimate_error(
     sample: int = 256,
     self_correction: bool = False,
     generator: torch.Generator | None = None,
-    rounds: int = 16,
+    rounds: int | None = None,
 ) -> dict[int, ErrorEstimate]:
     """The relative RMS error of `random_batch_attention` against full attention for each batch size: how to choose p.
 
@@ -41,8 +44,8 @@ def estimate_error(
     replacement, the item's own term and the ratio of sums as they are. (The first-order variance formula is up to 17 %
     off where the softmax's denominator varies between batches; docs/error.md has both beside the measured error.)
 
-    Time O(sample (N + rounds p) E) for each leading dimension, memory a few tens of MB: nothing of size N x N, and no
-    full run.
+    Time O(sample (N + rounds p) E) for each leading dimension, memory a few tens of MB and one batch's keys and values:
+    nothing of size N x N, and no full run.
 
     Args:
         query: `(..., L, E)`.
@@ -52,10 +55,11 @@ def estimate_error(
         sample: number of queries, drawn without replacement.
         self_correction: estimate for the corrected attention.
         generator: of the sample and the divisions (default: torch's).
-        rounds: divisions to average over.
+        rounds: divisions to average over (default: 16, up to 512 where they have few batches).
 
     Returns:
-        `{p: ErrorEstimate(error, stderr)}`; the standard error is that of the sampling of queries and divisions.
+        `{p: ErrorEstimate(error, stderr)}`; the standard error is that of the sampling of queries and divisions (with
+        one round, of queries only).
     """
     if not isinstance(batch_sizes, int | Iterable):
         raise TypeError(f"`batch_sizes` must be ints, got {type(batch_sizes).__name__} {batch_sizes!r}")
@@ -64,8 +68,9 @@ def estimate_error(
         raise TypeError(f"`self_correction` must be True or False, got {self_correction!r}")
     check_generator(generator)
     q, k, v = (x.detach().flatten(0, 1) for x in _canonical(query, key, value, False))
-    if not isinstance(sample, int) or not isinstance(rounds, int) or sample < 2 or rounds < 1:
-        raise ValueError(f"`sample` must be an int of at least 2 and `rounds` of at least 1, got {sample} and {rounds}")
+    for name, number, least in (("sample", sample, 2), ("rounds", 1 if rounds is None else rounds, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ValueError(f"`{name}` must be an int of at least {least}, got {number!r}")
     length = q.shape[1]
     if not q.numel():
         raise ValueError("there is nothing to estimate from an empty input")
@@ -77,15 +82,28 @@ def estimate_error(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     q_MSD, k, v = q[:, chosen].to(dtype) * scale, k.to(dtype), v.to(dtype)
     exact_MSE = _full_rows(q_MSD, k, v)
+    norms_S = _square(exact_MSE)
+    if not norms_S.sum():
+        raise ValueError("full attention is zero on the sampled rows: there is no error relative to it")
     results = {}
     for p in batch_sizes:
-        errors = torch.zeros(len(chosen), dtype=torch.float64)
-        for r in range(rounds):
+        errors = []
+        for r in range(_rounds(length, p) if rounds is None else rounds):
             division = Division(length, p, fold_in(seed, p, r))
-            rows = _batch_rows(q_MSD, k, v, chosen, division, self_correction)
-            errors += (rows - exact_MSE).double().square().sum((0, 2)).cpu() / rounds
-        results[p] = _relative(errors, exact_MSE.double().square().sum((0, 2)).cpu())
+            errors.append(_square(_batch_rows(q_MSD, k, v, chosen, division, self_correction) - exact_MSE))
+        results[p] = _relative(torch.stack(errors), norms_S, length)
     return results
+
+
+def _rounds(length: int, p: int) -> int:
+    """More divisions where there are few batches."""
+    batches = -(-length // p)
+    return 1 if batches == 1 else max(LEAST_ROUNDS, min(BATCHES // (batches - 1), KEYS // p))
+
+
+def _square(x_MSE: Tensor) -> Tensor:
+    """The square of each sampled row's norm."""
+    return x_MSE.double().square().sum((0, 2)).cpu()
 
 
 def _full_rows(q_MSD: Tensor, k_MLD: Tensor, v_MLE: Tensor) -> Tensor:
@@ -99,31 +117,32 @@ def _batch_rows(
     q_MSD: Tensor, k_MLD: Tensor, v_MLE: Tensor, chosen: Tensor, division: Division, self_correction: bool
 ) -> Tensor:
     """What the chosen queries get inside their batches of this division."""
-    sizes = torch.tensor(division.sizes)
-    starts = sizes.cumsum(0) - sizes
-    batch = division.batch_of(chosen).cpu()
+    starts, batch = division.starts.tolist(), division.batch_of(chosen)
     out = torch.empty(*q_MSD.shape[:2], v_MLE.shape[2], dtype=q_MSD.dtype, device=q_MSD.device)
-    for size in sizes[batch].unique().tolist():
-        of_size = (sizes[batch] == size).nonzero().squeeze(1)
-        for part in of_size.split(max(1, BLOCK // (size * k_MLD.shape[0] * k_MLD.shape[2]))):
-            positions = (starts[batch[part], None] + torch.arange(size)).flatten()
-            members = division.items_at(positions.to(chosen.device)).view(-1, size)
-            part = part.to(chosen.device)
-            logits = torch.einsum("msd,mspd->msp", q_MSD[:, part], k_MLD[:, members])
-            if self_correction and size > 1:
-                correction = math.log((division.num_items - 1) / (size - 1))
-                logits = logits + correction * (members != chosen[part, None])
-            out[:, part] = torch.einsum("msp,mspe->mse", logits.softmax(-1), v_MLE[:, members])
+    for number in batch.unique().tolist():
+        of_batch = (batch == number).nonzero().squeeze(1)
+        members = division.order(starts[number], starts[number + 1], device=chosen.device)
+        logits = q_MSD[:, of_batch] @ k_MLD[:, members].transpose(1, 2)
+        if self_correction and len(members) > 1:
+            correction = math.log((division.num_items - 1) / (len(members) - 1))
+            logits = logits + correction * (members != chosen[of_batch, None])
+        out[:, of_batch] = logits.softmax(-1) @ v_MLE[:, members]
     return out
 
 
-def _relative(errors: Tensor, norms: Tensor) -> ErrorEstimate:
-    """sqrt(sum errors / sum norms) with the standard error of a ratio of means (delta method)."""
-    if not norms.sum():
-        raise ValueError("full attention is zero on the sampled rows: there is no error relative to it")
-    ratio = errors.sum() / norms.sum()
-    error = math.sqrt(ratio)
-    if not error or len(errors) < 2:
-        return ErrorEstimate(error, 0.0)
-    deviation = (errors - ratio * norms).std() / math.sqrt(len(errors)) / norms.mean()
-    return ErrorEstimate(error, float(deviation) / (2 * error))
+def _relative(errors_RS: Tensor, norms_S: Tensor, length: int) -> ErrorEstimate:
+    """sqrt(mean errors / mean norms) of R divisions and S queries, with its standard error (delta method)."""
+    rounds, sample = errors_RS.shape
+    ratio = float(errors_RS.mean() / norms_S.mean())
+    if not ratio or sample < 2:
+        return ErrorEstimate(math.sqrt(ratio), 0.0)
+    deviations_RS = errors_RS - ratio * norms_S
+    queries = deviations_RS.mean(0).var()
+    divisions = 0.0
+    if rounds > 1:
+        # A division's errors go together, so only its mean counts; what divisions leave in a query's mean is not the
+        # queries' own difference.
+        divisions = deviations_RS.mean(1).var() / rounds
+        queries = (queries - deviations_RS.var(0).mean() / rounds).clamp(min=0)
+    variance = divisions + queries * (1 - sample / length) / sample
+    return ErrorEstimate(math.sqrt(ratio), math.sqrt(variance) / float(norms_S.mean()) / (2 * math.sqrt(ratio)))

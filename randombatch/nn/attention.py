@@ -66,6 +66,8 @@ class RandomBatchAttention(Draws, nn.Module):
         for name, flag in (("bias", bias), ("recompute", recompute)):
             if not isinstance(flag, bool):
                 raise TypeError(f"`{name}` must be True or False, got {flag!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"`dtype` must be a floating-point torch.dtype, got {dtype!r}")
         if not isinstance(dropout, int | float):
             raise TypeError(f"`dropout` must be a number, got {dropout!r}")
         if block_rows is not None and block_rows < 1:

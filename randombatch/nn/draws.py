@@ -23,7 +23,7 @@ class Draws:
         """The seeds of this forward's divisions, 0-d int64 on the CPU; the results are averaged."""
         if self.training:
             return [draw_seed()]
-        if not isinstance(self.eval_rounds, int) or self.eval_rounds < 1:
+        if type(self.eval_rounds) is not int or self.eval_rounds < 1:
             raise ValueError(f"`eval_rounds` must be an int of at least 1, got {self.eval_rounds!r}")
         return [torch.tensor(fold_in(self.eval_seed, i), device="cpu") for i in range(self.eval_rounds)]
 

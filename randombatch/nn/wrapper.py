@@ -159,6 +159,8 @@ class _Streamed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def gradients(ctx, grad_NF):
         x_NF, *parameters = ctx.saved_tensors
+        # Hooks on a parameter are for its whole gradient, not for that of a block.
+        parameters = [p.detach().requires_grad_(p.requires_grad) if p._backward_hooks else p for p in parameters]
         wanted = [p for p in parameters if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
         dx_NF = _results(ctx.division, x_NF, x_NF.shape[1], len(x_NF))

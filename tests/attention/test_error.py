@@ -53,6 +53,34 @@ def test_flat_weights_follow_the_variance_formula() -> None:
         assert estimate.error == pytest.approx(math.sqrt((1 / p - 1 / N) * spread / norm), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("length", "width", "p", "options"),
+    [
+        (700, 16, 512, {"rounds": 32}),
+        (700, 16, 64, {}),
+        (700, 2, 16, {"sample": 700}),
+        (1024, 1, 512, {"rounds": 64}),
+        (1024, 1, 256, {"rounds": 32}),
+        (1024, 4, 16, {"sample": 64}),
+    ],
+)
+def test_standard_error_is_the_spread_of_estimates(length: int, width: int, p: int, options: dict) -> None:
+    """Items of a batch err alike: many queries of few divisions are not as many independent errors."""
+    query, key, value = torch.randn(length, 16) * 0.3, torch.randn(length, 16) * 0.3, torch.randn(length, width) + 0.3
+    estimates = [estimate_error(query, key, value, p, **options)[p] for _ in range(60)]
+    errors = torch.tensor([e.error for e in estimates], dtype=torch.float64)
+    claimed = torch.tensor([e.stderr for e in estimates], dtype=torch.float64).square().mean().sqrt()
+    # The spread of 60 is itself uncertain by 9 %.
+    assert 0.65 < float(errors.std() / claimed) < 1.5
+
+
+def test_few_batches_take_more_divisions() -> None:
+    """Two batches have one error between them; with one value column 16 divisions would be off by a fifth."""
+    zero, value = torch.zeros(1024, 4), torch.randn(1024, 1) + 0.3
+    truth = math.sqrt((1 / 512 - 1 / 1024) * float(value.double().var(0) / value.double().mean(0).square()))
+    assert [estimate_error(zero, zero, value, 512)[512].error for _ in range(5)] == pytest.approx([truth] * 5, rel=0.15)
+
+
 def own_inputs(spread: float = 1.0) -> list[Tensor]:
     """q = k: an item's largest logit is its own, which a batch weighs N/p times too much."""
     x = torch.randn(N, 16) * spread
@@ -107,12 +135,21 @@ def test_corners() -> None:
         estimate_error(q, k, 0 * v, [64])
 
 
+def test_the_default_device_does_not_matter() -> None:
+    qkv = random_inputs()
+    here = estimate_error(*qkv, [16, N], generator=torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        assert estimate_error(*qkv, [16, N], generator=torch.Generator().manual_seed(0)) == here
+
+
 def test_bad_arguments() -> None:
     qkv = random_inputs()
     with pytest.raises(ValueError, match="`sample` must be an int of at least 2"):
         estimate_error(*qkv, [16], sample=1)
-    with pytest.raises(ValueError, match="`sample` must be an int of at least 2 .* got 2.5"):
+    with pytest.raises(ValueError, match="`sample` must be an int of at least 2, got 2.5"):
         estimate_error(*qkv, [16], sample=2.5)
+    with pytest.raises(ValueError, match="`rounds` must be an int of at least 1, got 0"):
+        estimate_error(*qkv, [16], rounds=0)
     with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
         estimate_error(*qkv, [1])
     with pytest.raises(ValueError, match="nothing to estimate"):

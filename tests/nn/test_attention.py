@@ -84,6 +84,10 @@ def test_evaluation_averages_its_rounds() -> None:
         layer.eval_rounds = rounds
         errors.append(float((layer(x) - full(x)).detach().norm()))
     assert errors[1] < 0.5 * errors[0]
+    for rounds in (0, True, 2.0):
+        layer.eval_rounds = rounds
+        with pytest.raises(ValueError, match=f"`eval_rounds` must be an int of at least 1, got {rounds}"):
+            layer(x)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
@@ -330,6 +334,7 @@ def test_public_names() -> None:
         ({"num_heads": None}, "`num_heads` must be an int, got None"),
         ({"block_rows": 1.5}, "`block_rows` must be an int, got 1.5"),
         ({"dropout": "a"}, "`dropout` must be a number, got 'a'"),
+        ({"dtype": torch.int64}, "`dtype` must be a floating-point torch.dtype, got torch.int64"),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:

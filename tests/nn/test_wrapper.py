@@ -277,6 +277,28 @@ def test_parameters_of_a_functional_call_get_gradients(make: Callable[[], Any]) 
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def test_hooks_on_parameters_see_the_whole_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, caches=None: 20)
+    layer = RandomBatch(Own().double(), 7).eval()
+    x = torch.randn(50, 8, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    whole = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    seen: list[Tensor] = []
+    layer.module.q.weight.register_hook(lambda grad: seen.append(grad) or grad / 2)
+    together: list[int] = []
+    torch.autograd.graph.register_multi_grad_hook(
+        tuple(layer.module.v.parameters()), lambda grads: together.append(len(grads))
+    )
+    layer(x).square().sum().backward()
+    assert len(seen) == 1
+    assert together == [2]
+    torch.testing.assert_close(seen[0], whole["module.q.weight"], rtol=0, atol=0)
+    for name, p in layer.named_parameters():
+        expected = whole[name] / 2 if name == "module.q.weight" else whole[name]
+        torch.testing.assert_close(p.grad, expected, rtol=0, atol=0)
+
+
 class Gated(nn.Module):
     """Uses a tensor that is no parameter of its own."""
 
