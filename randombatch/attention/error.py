@@ -137,8 +137,7 @@ def _relative(errors_RS: Tensor, norms_S: Tensor, length: int) -> ErrorEstimate:
     if not ratio or sample < 2:
         return ErrorEstimate(math.sqrt(ratio), 0.0)
     deviations_RS = errors_RS - ratio * norms_S
-    queries = deviations_RS.mean(0).var()
-    divisions = 0.0
+    queries, divisions = deviations_RS.mean(0).var(), deviations_RS.new_zeros(())
     if rounds > 1:
         # A division's errors go together, so only its mean counts; what divisions leave in a query's mean is not the
         # queries' own difference.

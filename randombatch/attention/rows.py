@@ -30,14 +30,14 @@ def check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
 
 
-def check_fit(x: Tensor, weight: Tensor, embed_dim: int) -> None:
+def check_fit(x: Tensor, weight: Tensor, embed_dim: int, name: str = "x") -> None:
     """Refuse rows that a layer's weights do not take."""
     if x.shape[-1] != embed_dim:
-        raise ValueError(f"`x` must have `embed_dim` = {embed_dim} features, got shape {tuple(x.shape)}")
+        raise ValueError(f"`{name}` must have `embed_dim` = {embed_dim} features, got shape {tuple(x.shape)}")
     if x.device != weight.device:
-        raise ValueError(f"`x` is on {x.device} but the layer's weights are on {weight.device}: move one of them")
+        raise ValueError(f"`{name}` is on {x.device} but the layer's weights are on {weight.device}: move one of them")
     if x.dtype != weight.dtype and autocast_type(x) is None:
-        raise TypeError(f"`x` is {x.dtype} but the layer's weights are {weight.dtype}: convert one of them")
+        raise TypeError(f"`{name}` is {x.dtype} but the layer's weights are {weight.dtype}: convert one of them")
 
 
 def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor | None) -> Tensor | None:

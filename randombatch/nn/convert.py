@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from randombatch.checks import check_batch_size
 from randombatch.nn import torch as for_torch
 from randombatch.nn.attention import RandomBatchAttention
+from randombatch.nn.proof import Proof
 from randombatch.nn.wrapper import RandomBatch
 
 _SIZED = (RandomBatchAttention, RandomBatch)
@@ -53,8 +53,11 @@ def convert(
     check_batch_size(batch_size)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
-    if isinstance(names, str):
-        raise TypeError(f"`names` must be a list of names, got the string {names!r}")
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
+        raise TypeError(f"`names` must be a list of names, got {names!r}")
+    names = None if names is None else set(names)
+    if names is not None and not names:
+        raise ValueError("`names` is empty, so that nothing would be converted: leave it out to convert all")
     if not isinstance(self_correction, bool):
         raise TypeError(f"`self_correction` must be True or False, got {self_correction!r}")
     if isinstance(eval_rounds, bool) or not isinstance(eval_rounds, int) or eval_rounds < 1:
@@ -64,7 +67,7 @@ def convert(
     inside = {id(m) for encoder, _ in encoders.values() for m in encoder.modules()}
     if names is None:
         inside |= {id(part) for m in model.modules() if isinstance(m, RandomBatch) for part in m.module.modules()}
-    targets = _targets(model, pyg, None if names is None else set(names), self_correction, inside)
+    targets = _targets(model, pyg, names, self_correction, inside)
     ours = {} if names is not None else {n: m for n, m in model.named_modules() if isinstance(m, _SIZED)}
     if not targets and not encoders and not ours:
         raise ValueError(
@@ -85,25 +88,25 @@ def convert(
     if len(numbers) < len(targets) + in_encoders + len(ours):
         for number, module in enumerate(ours.values(), start=len(targets) + in_encoders):
             module.eval_seed = number
-    if self_correction:
-        options["self_correction"] = True
-    proof = _Proof()
+    correction = {"self_correction": self_correction}
+    proof = Proof()
     for number, (old, kind) in enumerate(targets.values()):
-        new = _adopt(kind, old, eval_seed=number, **options)
+        own = correction if kind is for_torch.RandomBatchMultiheadAttention else {}
+        new = _adopt(kind, old, eval_seed=number, **options, **own)
         if old is model:
             return new
         _replace(model, old, new)
         proof.watch(new, "witness")
     first = len(targets)
     for encoder, attentions in encoders.values():
-        for module in hf.convert_encoder(encoder, attentions, first=first, **options):
+        for module in hf.convert_encoder(encoder, attentions, first=first, **options, **correction):
             proof.watch(module, "random_batch_witness")
         first += len(attentions)
     for_torch.forbid_bypass(model)
     if pyg is not None:
         pyg.adapt(model)
-    if proof.watched:
-        proof.arm(model)
+        proof.excused = pyg.skipped_on_purpose
+    proof.arm(model)
     return model
 
 
@@ -191,65 +194,3 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for child, module in parent._modules.items():
             if module is old:
                 parent._modules[child] = new
-
-
-class _Calls:
-    """Which attention modules were called, in this forward and since the conversion."""
-
-    def __init__(self) -> None:
-        self.ever: set[nn.Module] = set()
-        self.now: set[nn.Module] = set()
-        self.repeated: set[nn.Module] = set()
-
-    def add(self, module: nn.Module) -> None:
-        if module in self.now:
-            self.repeated.add(module)
-        self.ever.add(module)
-        self.now.add(module)
-
-
-class _Proof:
-    """Watches one forward of the model and raises if a replaced attention was not called in it."""
-
-    def __init__(self) -> None:
-        self.calls = _Calls()
-        self.watched: list[tuple[nn.Module, str]] = []
-
-    def watch(self, module: nn.Module, attribute: str) -> None:
-        """Have the module report its calls under this name."""
-        setattr(module, attribute, self.calls)
-        self.watched.append((module, attribute))
-
-    def arm(self, model: nn.Module) -> None:
-        for key, hook in list(model._forward_hooks.items()):
-            if isinstance(hook, _Proof):
-                del model._forward_hooks[key]
-        self.handle = model.register_forward_hook(self)
-
-    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
-        pyg = _installed("torch_geometric", "pyg")
-        if pyg is not None and pyg.skipped_on_purpose(model):
-            return
-        names = {id(m): name for name, m in model.named_modules()}
-        skipped = [names.get(id(m), type(m).__name__) for m, _ in self.watched if m not in self.calls.ever]
-        if skipped and model.training and self.calls.ever:
-            # Some models drop layers at random in training: only evaluation, or a later step, can tell.
-            self.calls.now.clear()
-            self.calls.repeated.clear()
-            return
-        if skipped:
-            raise RuntimeError(
-                f"converted attention was never called in this forward: {', '.join(skipped)}. The model computes its "
-                "attention elsewhere; its results are not random-batch results"
-            )
-        for module, attribute in self.watched:
-            setattr(module, attribute, None)
-        self.handle.remove()
-        repeated = [names.get(id(m), type(m).__name__) for m, _ in self.watched if m in self.calls.repeated]
-        if repeated:
-            warnings.warn(
-                f"{', '.join(repeated)} was called more than once in a forward. In eval() it divides alike every time: "
-                "if the calls follow each other (shared layers), items of different batches never meet there unless "
-                "`eval_rounds` averages over several divisions",
-                stacklevel=2,
-            )

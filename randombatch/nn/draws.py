@@ -23,9 +23,14 @@ class Draws:
         """The seeds of this forward's divisions, 0-d int64 on the CPU; the results are averaged."""
         if self.training:
             return [draw_seed()]
-        if type(self.eval_rounds) is not int or self.eval_rounds < 1:
-            raise ValueError(f"`eval_rounds` must be an int of at least 1, got {self.eval_rounds!r}")
-        return [torch.tensor(fold_in(self.eval_seed, i), device="cpu") for i in range(self.eval_rounds)]
+        return fixed_seeds(self.eval_seed, self.eval_rounds, "eval_rounds")
+
+
+def fixed_seeds(seed: int, rounds: int, name: str) -> list[Tensor]:
+    """Those of an evaluation over so many rounds, which users know by this name."""
+    if type(rounds) is not int or rounds < 1:
+        raise ValueError(f"`{name}` must be an int of at least 1, got {rounds!r}")
+    return [torch.tensor(fold_in(seed, i), device="cpu") for i in range(rounds)]
 
 
 def mean(results: list[Tensor]) -> Tensor:

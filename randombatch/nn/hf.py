@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function
 
 from randombatch.checks import check_batch_size
-from randombatch.division import draw_seed, fold_in
-from randombatch.nn.draws import mean
+from randombatch.division import draw_seed
+from randombatch.nn.draws import fixed_seeds, mean
 from randombatch.nn.sequences import attend_sequences
 
 NAME = "random_batch"
@@ -104,7 +104,7 @@ def random_batch_forward(
     """What transformers calls in place of its own attention: `(B, H, L, D)` in, `(B, L, H, D)` out."""
     witness = getattr(module, "random_batch_witness", None)
     if witness is not None:
-        witness.add(module)
+        witness.add()
     if is_causal or (is_causal is None and getattr(module, "is_causal", False)):
         raise ValueError(f"{type(module).__name__} is causal: random batch attention is for encoders")
     if key.shape[2] != query.shape[2]:
@@ -118,7 +118,6 @@ def random_batch_forward(
     attention_mask = _as_padding(module, attention_mask)
     batch_size = getattr(config, "random_batch_size", DEFAULT_BATCH_SIZE)
     check_batch_size(batch_size, name="config.random_batch_size")
-    rounds = 1 if module.training else getattr(config, "random_batch_eval_rounds", 1)
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "dropout_p": dropout if module.training else 0.0,
@@ -134,8 +133,8 @@ def random_batch_forward(
             stacklevel=2,
         )
         layer = 0
-    fixed = () if module.training else range(rounds)
-    seeds = [torch.tensor(fold_in(layer, i), device="cpu") for i in fixed] or [draw_seed()]
+    rounds = getattr(config, "random_batch_eval_rounds", 1)
+    seeds = [draw_seed()] if module.training else fixed_seeds(layer, rounds, "config.random_batch_eval_rounds")
     out_BHLD = mean([attend_sequences(query, key, value, attention_mask, seed, **options) for seed in seeds])
     return out_BHLD.transpose(1, 2).contiguous(), None
 
@@ -234,6 +233,6 @@ def convert_encoder(
         config = module.config
         config.random_batch_size, config.random_batch_eval_rounds = batch_size, eval_rounds
         config.random_batch_self_correction = self_correction
-        if config._attn_implementation != NAME:
-            raise ValueError(f"{type(model).__name__} did not accept attn_implementation={NAME!r} for all of its parts")
+        # Parts of a composite model have other configurations than the model that was told.
+        config._attn_implementation = NAME
     return list(attentions.values())

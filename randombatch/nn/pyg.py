@@ -25,7 +25,7 @@ class _InBatches(Draws, nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.witness is not None:
-            self.witness.add(self)
+            self.witness.add()
         return _uncompiled(self, super().forward, x, mask)
 
     def __repr__(self) -> str:

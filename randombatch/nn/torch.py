@@ -48,20 +48,23 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """As in `nn.MultiheadAttention`, with None for the weights (there are no L x L of them)."""
         if self.witness is not None:
-            self.witness.add(self)
-        if query is not key or key is not value:
+            self.witness.add()
+        if isinstance(query, Tensor) and query.is_nested:
+            raise ValueError("nested tensors are not supported: pass a padded tensor with `key_padding_mask`")
+        check_numbers("query", query)
+        if not _is_same(query, key) or not _is_same(query, value):
             raise ValueError(
-                "random batches divide items together with their keys: call it as attention(x, x, x); "
-                "cross-attention cannot be converted"
+                "random batches divide items together with their keys: call it as attention(x, x, x) (and checkpoint "
+                "it with `use_reentrant=False`); cross-attention cannot be converted"
             )
         if is_causal and attn_mask is None:
             raise ValueError("`is_causal` is only a hint about `attn_mask`: give the mask as well")
-        if query.is_nested:
-            raise ValueError("nested tensors are not supported: pass a padded tensor with `key_padding_mask`")
-        check_numbers("query", query)
+        for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if given is not None and not isinstance(given, Tensor):
+                raise TypeError(f"`{name}` must be a tensor, got {type(given).__name__}")
         if query.dim() not in (2, 3):
             raise ValueError(f"`query` must be (L, E) or a batch of such, got shape {tuple(query.shape)}")
-        check_fit(query, self.in_proj_weight, self.embed_dim)
+        check_fit(query, self.in_proj_weight, self.embed_dim, "query")
         x_BLF = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
         padding = _boolean(key_padding_mask, x_BLF)
         mask = _sdpa_mask(attn_mask, x_BLF, self.num_heads)
@@ -110,6 +113,18 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         return f"{self.embed_dim}, num_heads={self.num_heads}, batch_size={self.batch_size}"
 
 
+def _is_same(query: Tensor, other: Tensor) -> bool:
+    """Whether both are one tensor, though full backward hooks on a module pass each argument on as one of its own."""
+    if query is other:
+        return True
+    node = None if torch.compiler.is_compiling() or not isinstance(other, Tensor) else query.grad_fn
+    if node is None or node is not other.grad_fn or node.name() != "BackwardHookFunctionBackward":
+        return False
+    origins = node.next_functions
+    same_memory = query.data_ptr() == other.data_ptr() and query.shape == other.shape
+    return same_memory and query.stride() == other.stride() and origins[query.output_nr] == origins[other.output_nr]
+
+
 def _boolean(key_padding_mask: Tensor | None, x_BLF: Tensor) -> Tensor | None:
     """The padding as booleans, True = ignore; encoders pass it on as numbers 0 and -inf."""
     if key_padding_mask is None:
@@ -137,6 +152,8 @@ def _sdpa_mask(attn_mask: Tensor | None, x_BLF: Tensor, heads: int) -> Tensor | 
             f"`attn_mask` must be (L, L) = {(length, length)} or (batch heads, L, L) = "
             f"{(batch * heads, length, length)}, got shape {tuple(attn_mask.shape)}"
         )
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"`attn_mask` must be boolean (True = may not attend) or floating point, got {attn_mask.dtype}")
     mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
     return mask if mask.dim() == 2 else mask.view(batch, heads, length, length)
 

@@ -111,6 +111,11 @@ def apply_in_batches(
 
     Not to be compiled.
     """
+    if getattr(draws, "_is_replica", False) and torch.is_grad_enabled():
+        raise RuntimeError(
+            "nn.DataParallel's copies of a module have no parameters to give gradients to: use "
+            "nn.parallel.DistributedDataParallel"
+        )
     parameters = list(draws.parameters())
 
     def compute(rows: Tensor, division: Division | GivenBatches) -> Tensor:

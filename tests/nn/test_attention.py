@@ -84,9 +84,9 @@ def test_evaluation_averages_its_rounds() -> None:
         layer.eval_rounds = rounds
         errors.append(float((layer(x) - full(x)).detach().norm()))
     assert errors[1] < 0.5 * errors[0]
-    for rounds in (0, True, 2.0):
-        layer.eval_rounds = rounds
-        with pytest.raises(ValueError, match=f"`eval_rounds` must be an int of at least 1, got {rounds}"):
+    for wrong in (0, True, 2.0):
+        layer.eval_rounds = wrong  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=f"`eval_rounds` must be an int of at least 1, got {wrong}"):
             layer(x)
 
 

@@ -290,6 +290,35 @@ def test_compiles(make, training: bool, padded: bool) -> None:
         torch.testing.assert_close(ours, model(**given).last_hidden_state, rtol=1e-4, atol=1e-5)
 
 
+def test_an_encoder_inside_a_composite_model() -> None:
+    """Its attention has a configuration that is not the encoder's own."""
+    config = transformers.BertConfig(
+        **SMALL, vocab_size=50, max_position_embeddings=64, is_decoder=True, add_cross_attention=True
+    )
+    decoder = transformers.BertLMHeadModel(config)
+    original = transformers.EncoderDecoderModel(encoder=bert(), decoder=decoder).eval()
+    ids, mask = tokens()
+    given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :7]}
+    expected = original(**given)
+    for size in (64, 6):
+        model = copy.deepcopy(original)
+        convert(model.encoder, size)
+        ours = model(**given)
+        change = float((ours.encoder_last_hidden_state - expected.encoder_last_hidden_state).detach().abs().max())
+        assert change < 1e-5 if size == 64 else change > 1e-4
+        if size == 64:
+            torch.testing.assert_close(ours.logits, expected.logits)
+
+
+def test_rounds_of_a_configuration_are_checked() -> None:
+    model = convert(bert(), 6).eval()
+    for rounds in (0, "2", True):
+        for module in hf.attention_modules(model).values():
+            module.config.random_batch_eval_rounds = rounds
+        with pytest.raises(ValueError, match="`config.random_batch_eval_rounds` must be an int of at least 1, got "):
+            model(tokens()[0])
+
+
 def test_layers_beside_an_encoder_have_other_numbers() -> None:
     model = nn.ModuleDict({"a": bert(), "b": bert(), "own": nn.TransformerEncoderLayer(32, 4, batch_first=True)})
     convert(model, 6)

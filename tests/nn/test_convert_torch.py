@@ -212,8 +212,12 @@ def test_refusals_leave_the_model_unchanged() -> None:
         convert(encoder(), 1)
     with pytest.raises(ValueError, match="`eval_rounds` must be an int of at least 1, got 0"):
         convert(encoder(), 4, eval_rounds=0)
-    with pytest.raises(TypeError, match="`names` must be a list of names, got the string 'self_attn'"):
+    with pytest.raises(TypeError, match="`names` must be a list of names, got 'self_attn'"):
         convert(encoder(), 4, names="self_attn")
+    with pytest.raises(TypeError, match="`names` must be a list of names, got 5"):
+        convert(encoder(), 4, names=5)
+    with pytest.raises(ValueError, match="`names` is empty"):
+        convert(encoder(), 4, names=[])
     with pytest.raises(TypeError, match="`model` must be an nn.Module, got str"):
         convert("bert", 4)
     attention = convert(nn.MultiheadAttention(16, 4), 4)
@@ -244,8 +248,13 @@ def test_a_correction_that_a_layer_does_not_have_is_refused() -> None:
     [
         (torch.randn(2, 20, 15), {}, ValueError, "`embed_dim` = 16 features, got shape"),
         (torch.randn(2, 20, 17), {}, ValueError, "`embed_dim` = 16 features, got shape"),
-        (torch.randn(2, 20, 16).double(), {}, TypeError, "`x` is torch.float64 but the layer's weights"),
-        (torch.randn(2, 20, 16, device="meta"), {}, ValueError, "`x` is on meta but the layer's weights are on cpu"),
+        (torch.randn(2, 20, 16).double(), {}, TypeError, "`query` is torch.float64 but the layer's weights"),
+        (
+            torch.randn(2, 20, 16, device="meta"),
+            {},
+            ValueError,
+            "`query` is on meta but the layer's weights are on cpu",
+        ),
         (torch.randn(2, 3, 20, 16), {}, ValueError, r"`query` must be \(L, E\)"),
         (
             torch.randn(2, 20, 16),
@@ -254,6 +263,15 @@ def test_a_correction_that_a_layer_does_not_have_is_refused() -> None:
             r"`attn_mask` must be \(L, L\) = \(20",
         ),
         (torch.randn(2, 20, 16), {"attn_mask": torch.zeros(3, 20, 20)}, ValueError, r"or \(batch heads, L, L\) = \(8"),
+        (None, {}, TypeError, "`query` must be a tensor, got NoneType"),
+        (torch.randn(2, 20, 16), {"attn_mask": "x"}, TypeError, "`attn_mask` must be a tensor, got str"),
+        (torch.randn(2, 20, 16), {"key_padding_mask": [1]}, TypeError, "`key_padding_mask` must be a tensor, got list"),
+        (
+            torch.randn(2, 20, 16),
+            {"attn_mask": torch.zeros(20, 20, dtype=torch.long)},
+            TypeError,
+            r"`attn_mask` must be boolean \(True = may not attend\) or floating point, got torch.int64",
+        ),
     ],
 )
 def test_bad_input(x: torch.Tensor, options: dict, error: type[Exception], message: str) -> None:
@@ -321,6 +339,30 @@ def test_hooks_can_still_be_removed_by_their_handles() -> None:
     handle.remove()
     layer(x)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_make_no_cross_attention(register: str) -> None:
+    """They pass each argument on as a tensor of its own."""
+    attention, calls = nn.MultiheadAttention(16, 4, batch_first=True), []
+    hooked = copy.deepcopy(attention)
+    getattr(hooked, register)(lambda *_: calls.append(1))
+    layers = [convert(a, 4).eval() for a in (attention, hooked)]
+    x = torch.randn(2, 10, 16, requires_grad=True)
+    grads = [torch.autograd.grad(a(x, x, x)[0].square().sum(), [x, *a.parameters()]) for a in layers]
+    assert calls
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for other in (x.detach(), x.view_as(x), x.detach().requires_grad_(), x + 1):
+        for given in ((x, other, other), (x, x, other)):
+            with pytest.raises(ValueError, match="cross-attention cannot be converted"):
+                layers[1](*given)
+
+
+def test_a_correction_ends_with_the_next_conversion() -> None:
+    model = convert(encoder(), 4, self_correction=True)
+    convert(model, 4)
+    assert [layer.self_attn.self_correction for layer in model.layers] == [False, False]
 
 
 class Again(nn.Module):

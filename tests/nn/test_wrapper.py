@@ -285,7 +285,12 @@ def test_hooks_on_parameters_see_the_whole_gradient_once(monkeypatch: pytest.Mon
     whole = {name: p.grad for name, p in layer.named_parameters()}
     layer.zero_grad()
     seen: list[Tensor] = []
-    layer.module.q.weight.register_hook(lambda grad: seen.append(grad) or grad / 2)
+
+    def halve(grad: Tensor) -> Tensor:
+        seen.append(grad)
+        return grad / 2
+
+    layer.module.q.weight.register_hook(halve)
     together: list[int] = []
     torch.autograd.graph.register_multi_grad_hook(
         tuple(layer.module.v.parameters()), lambda grads: together.append(len(grads))
