@@ -95,7 +95,7 @@ class _Crew(Generic[Piece, Result]):
             if threading.get_ident() == self.caller:
                 self.caller_came = True
             # A thread has modes of its own; leaving inference mode would switch gradients on.
-            with torch.inference_mode(self.inference), torch.no_grad():
+            with torch.inference_mode(self.inference), torch.no_grad(), _alone():
                 compute = self.waiting.pop()
                 while not self.failures:
                     with self.taking:
@@ -139,12 +139,39 @@ def _parallel() -> Callable[..., None] | None:
     """`f(function, data, n, 0)` runs a function on each of n of torch's threads. None where it has no such OpenMP."""
     if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
+    found = _of_torch("GOMP_parallel")
+    if found is not None:
+        found.restype, found.argtypes = None, [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return found
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Intel's products know that they run on this thread only, as they do where torch has a single one.
+
+    By themselves they go by how many threads torch has, even where they may not use them: they then take another way,
+    with other rounding.
+    """
+    set_threads = _products_threads()
+    before = set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+@functools.cache
+def _products_threads() -> Callable[[int], int]:
+    """Sets how many threads Intel's products may use in the calling thread (0: as torch said); returns what it was."""
+    return _of_torch("MKL_Set_Num_Threads_Local") or (lambda number: 0)
+
+
+def _of_torch(name: str) -> Any:
+    """A function of the libraries that torch uses, or None."""
     # As torch's own calls find it: first among what all libraries see (there may be another in its place), then among
     # what torch's library needs.
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     for place in (None, str(library)):
         with contextlib.suppress(OSError, AttributeError, TypeError):
-            found = ctypes.CDLL(place).GOMP_parallel
-            found.restype, found.argtypes = None, [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            return found
+            return getattr(ctypes.CDLL(place), name)
     return None
