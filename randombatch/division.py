@@ -65,6 +65,9 @@ class Division:
             neighbours, so graphs of equal size are divided alike.
     """
 
+    # Its batches do not stand in order in any table (see `GivenBatches`).
+    consecutive = False
+
     def __init__(self, num_items: int, batch_size: int, seed: int, *, ptr: Tensor | None = None) -> None:
         if isinstance(num_items, bool) or not isinstance(num_items, int):
             raise TypeError(f"`num_items` must be an int, got {type(num_items).__name__} {num_items!r}")

@@ -143,51 +143,6 @@ def in_type(scratch: "Scratch", name: str, x: Tensor, dtype: torch.dtype) -> Ten
     return x if x.dtype == dtype else scratch(name, *x.shape, dtype=dtype).copy_(x)
 
 
-# Numbers of rows: NumPy's on the CPU, where every operation of torch's is an occasion to wait for another thread.
-Index = Tensor | np.ndarray
-
-
-class Rows:
-    """A contiguous `(N, D)` tensor of which whole rows are copied.
-
-    On the CPU by NumPy, which copies a row as one item: torch puts element by element, on one thread, and takes twice
-    as long; taking rows is as fast with both, but torch needs several threads for it.
-    """
-
-    def __init__(self, rows_ND: Tensor) -> None:
-        self.rows = rows_ND.detach()
-        self.items: np.ndarray | None = None
-        if rows_ND.device.type == "cpu" and rows_ND.shape[1]:
-            size = rows_ND.shape[1] * rows_ND.element_size()
-            # A single number counts as contiguous whatever its stride, which `view` would stumble over.
-            flat = self.rows.as_strided((self.rows.numel(),), (1,))
-            self.items = flat.view(torch.uint8).numpy().view(f"V{size}")
-
-    def take(self, table: "Rows", index: Index) -> Tensor:
-        """Fill all rows with these rows of a table; returns them. The index is not checked."""
-        if self.rows.dtype != table.rows.dtype:
-            return self.rows.copy_(table.rows.index_select(0, torch.as_tensor(index, device=table.rows.device)))
-        if self.items is None or table.items is None:
-            return torch.index_select(table.rows, 0, torch.as_tensor(index, device=table.rows.device), out=self.rows)
-        # Any mode but "raise" writes at once; by that one a copy is made first.
-        np.take(table.items, index, out=self.items, mode="clip")
-        return self.rows
-
-    def put(self, index: Index, values: "Rows") -> None:
-        """The inverse: all rows of `values` go to these rows."""
-        if self.rows.dtype != values.rows.dtype:
-            values = Rows(values.rows.to(self.rows.dtype))
-        if self.items is None or values.items is None:
-            self.rows.index_copy_(0, torch.as_tensor(index, device=self.rows.device), values.rows)
-        else:
-            self.items.put(index, values.items)
-
-
-def as_index(rows: Tensor) -> Index:
-    """Numbers of rows, flat."""
-    return rows.numpy().reshape(-1) if rows.device.type == "cpu" else rows.flatten()
-
-
 def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Tensor:
     """Rows of a table in the given order, in the scratch's dtype."""
     taken = scratch(name, rows.numel(), table_ND.shape[1], dtype=table_ND.dtype)
@@ -196,5 +151,17 @@ def take_rows(scratch: Scratch, name: str, table_ND: Tensor, rows: Tensor) -> Te
 
 
 def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Values go to these rows of a contiguous table."""
-    Rows(table_ND).put(as_index(rows), Rows(values.contiguous()))
+    """Values go to these rows of a contiguous table; on the CPU by NumPy, which copies a row as one item."""
+    values = values.to(table_ND.dtype).contiguous()
+    if table_ND.device.type == "cpu" and table_ND.shape[1]:
+        _items(table_ND).put(rows.numpy().reshape(-1), _items(values))
+    else:
+        table_ND.index_copy_(0, rows.flatten(), values)
+
+
+def _items(rows_ND: Tensor) -> np.ndarray:
+    """Contiguous rows as items."""
+    size = rows_ND.shape[1] * rows_ND.element_size()
+    # A single number counts as contiguous whatever its stride, which `view` would stumble over.
+    flat = rows_ND.detach().as_strided((rows_ND.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().view(f"V{size}")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from randombatch.attention import blocks, buffers
-from randombatch.attention.buffers import Index, Rows, as_index
 from randombatch.attention.lanes import in_lanes, lanes_for
-from randombatch.attention.layer_block import LayerBlock, Sums, Weights
+from randombatch.attention.layer_block import LayerBlock, Sums, Weights, table
 from randombatch.attention.layer_lane import Lane, lanes_of
+from randombatch.attention.layer_steps import Some, backward_blocks, compiled, forward_blocks
 from randombatch.attention.rows import without_autocast
 from randombatch.division import Division, even_bounds
 from randombatch.given_batches import GivenBatches
@@ -24,7 +24,7 @@ from randombatch.given_batches import GivenBatches
 # Blocks are handed out several at a time, in about so many pieces, of at most so many blocks.
 PIECES, LONGEST = 32, 8
 # Second-level caches for the widest array of a block. With less, lanes ask for Python's lock more often than pays.
-CACHES = 1
+CACHES = 0.5
 
 # Where what is kept of a block lies, and its rows.
 Piece = list[tuple[slice, Tensor]]
@@ -73,9 +73,11 @@ class Layer:
         self.cuts = [a for a, b in itertools.pairwise(cuts) if a < b] + cuts[-1:]
         self.sum_type = torch.float64 if exact else self.dtype
         # Then the rows of a block stand in the table as they are needed, and are not kept a second time.
-        self.x_in_place = isinstance(division, GivenBatches) and division.consecutive and x.dtype == self.dtype
+        self.x_in_place = division.consecutive and x.dtype == self.dtype
         softmax_weights = heads * min(division.batch_size, x.shape[0]) if kernel == "softmax" else 0
         widest = max(len(in_weight), x.shape[1], softmax_weights)
+        steps: tuple[Callable[..., None], Callable[..., None]] = forward_blocks, backward_blocks
+        self._forward_blocks, self._backward_blocks = compiled() if x.device.type == "cpu" else steps
         # The number of threads has no say: the same blocks in all passes, and the same sums.
         self.block_rows = block_rows or buffers.rows_per_block(widest * self.dtype.itemsize // 4, x.device, CACHES)
 
@@ -99,59 +101,45 @@ class Layer:
 
     def forward(self, out_NF: Tensor, saved: Tensor, order: Tensor | None = None) -> None:
         """Write the output, what is to be `saved` unless that is empty, and the rows of all blocks into `order`."""
-        x, out = Rows(self.x), Rows(out_NF)
+        x, out = table(self.x), table(out_NF)
 
-        def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, _: Lane) -> None:
-            block.set_x(self._input(block, x, as_index(rows_CP)))
-            block.project()
-            if kept is not None:
-                kept.copy_(block.held[-len(kept) :])
-            self._drop(block, rows_CP)
-            out.put(as_index(self.division.home_of(rows_CP)), block.output())
+        def run(lane: Lane, block: LayerBlock, some: Some) -> None:
+            self._forward_blocks(block.room, some, x, out)
 
-        self._stream(saved, step, order=order)
+        self._stream(saved, run, order=order)
 
     def backward(self, grad: Tensor, saved: Tensor, dx_NF: Tensor) -> list[Tensor]:
         """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none.
 
         The latter are sums over the blocks of a piece; those of all pieces are added up in float64.
         """
-        x, grad_rows, dx = Rows(self.x), Rows(grad.contiguous()), Rows(dx_NF)
+        x, grads, dx = table(self.x), table(grad.contiguous()), table(dx_NF)
 
-        def step(block: LayerBlock, rows_CP: Tensor, kept: Tensor | None, lane: Lane) -> None:
-            # What is kept brings the rows of x along, to where the block expects them.
-            if kept is None or self.x_in_place:
-                block.set_x(self._input(block, x, as_index(rows_CP)))
-            if kept is None:
-                block.project()
-            else:
-                block.held[-len(kept) :].copy_(kept)
-            self._drop(block, rows_CP)
-            home = as_index(self.division.home_of(rows_CP))
-            grad_RF = block.way_back.grad_room.take(grad_rows, home)
-            dx.put(home, block.backward(grad_RF, lane.sums))
+        def run(lane: Lane, block: LayerBlock, some: Some) -> None:
+            self._backward_blocks(block.room, block.way_back(lane.sums), some, x, grads, dx)
 
         totals = Sums(self.weights, torch.float64)
-        self._stream(saved, step, totals.flat.add_)
+        self._stream(saved, run, totals.flat.add_)
         return totals.parts
 
     def _stream(
         self,
         saved: Tensor,
-        step: Callable[[LayerBlock, Tensor, Tensor | None, Lane], None],
+        run: Callable[[Lane, LayerBlock, Some], None],
         collect: Callable[[Tensor], Any] | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Every block: `step(block, its rows, what is or will be saved of it, its lane)`.
-
-        The sums of each piece are collected, in order.
-        """
+        """All blocks: `run(lane, buffers, blocks that take them)`. The sums of each piece are collected, in order."""
         # A batch that is larger than that is a block by itself.
         num_blocks = min(-(-self.division.num_items // self.block_rows), self.division.num_batches)
 
+        # Factors take as much as weights do, of which there is room for one block.
+        most = 1 if self.dropout_p else LONGEST
+
         def compute(lane: Lane, piece: Piece) -> Tensor | None:
-            for place, rows_CP in piece:
-                step(lane.block(*rows_CP.shape), rows_CP, saved[place] if saved.numel() else None, lane)
+            for (batches, size), same in itertools.groupby(piece, lambda block: tuple(block[1].shape)):
+                while some := list(itertools.islice(same, most)):
+                    run(lane, lane.block(batches, size), self._some(some, saved))
             return None if collect is None else lane.take_sums()
 
         pieces = self._pieces(num_blocks, order)
@@ -167,17 +155,33 @@ class Layer:
             computes = [functools.partial(compute, lane) for lane in lanes]
             in_lanes(itertools.chain(begin, pieces), computes, collect)
 
-    def _input(self, block: LayerBlock, x: Rows, rows: Index) -> Tensor:
-        """The block's rows of x; where they stand in the table as they are needed, they stay there."""
-        if self.x_in_place and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
-            return x.rows[int(rows[0]) : int(rows[-1]) + 1]
-        return block.x_room.take(x, rows)
+    def _some(self, piece: Piece, saved: Tensor) -> Some:
+        """Blocks of one shape, as the steps take them."""
+        rows = [rows_CP.flatten() for _, rows_CP in piece]
+        homes = [self.division.home_of(r) for r in rows]
+        first = [self._first(r) for r in rows]
+        return Some(
+            rows=rows,
+            homes=homes,
+            first=first,
+            first_home=[f if home is r else -1 for f, home, r in zip(first, homes, rows, strict=True)],
+            kept=[saved[place] for place, _ in piece] if saved.numel() else [],
+            factors=[self._dropout(rows_CP) for _, rows_CP in piece] if self.dropout_p else [],
+        )
 
-    def _drop(self, block: LayerBlock, rows_CP: Tensor) -> None:
-        if self.dropout_p:
-            numbers = torch.arange(self.weights.heads, device=rows_CP.device)
-            items_CP = self.division.ids_of(rows_CP)
-            block.drop(blocks.dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, self.dtype))
+    def _first(self, rows: Tensor) -> int:
+        """The first row, where the others follow it in the table as they are needed; else -1."""
+        if not self.x_in_place:
+            return -1
+        first = int(rows[0])
+        return first if int(rows[-1]) - first == len(rows) - 1 else -1
+
+    def _dropout(self, rows_CP: Tensor) -> Tensor:
+        """Factors of a block's weights."""
+        numbers = torch.arange(self.weights.heads, device=rows_CP.device)
+        items_CP = self.division.ids_of(rows_CP)
+        factors = blocks.dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, self.dtype)
+        return factors.flatten(0, 1)
 
     def _pieces(self, num_blocks: int, order: Tensor | None) -> Iterator[Piece]:
         """Runs of blocks, whose rows are written into `order`. Sums begin anew with each."""

@@ -47,7 +47,7 @@ class Lane:
         """Make what a pass over blocks of this shape needs."""
         block = self.block(batches, size)
         if backward:
-            _ = block.way_back, self.sums
+            block.way_back(self.sums)
 
     @functools.cached_property
     def sums(self) -> Sums:
@@ -59,10 +59,8 @@ class Lane:
         self.sums.flat.zero_()
         return taken
 
-    def ready_to_keep(self) -> bool:
-        """Let go of what belongs to the caller; whether it is small enough to be kept."""
-        for block in self.blocks.values():
-            block.let_go()
+    def worth_keeping(self) -> bool:
+        """Whether it is small enough to be kept."""
         return len(self.blocks) <= SHAPES and self.scratch.small
 
 
@@ -101,7 +99,7 @@ def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[l
     kept.lanes.extend(Lane(kept.weights, sum_type) for _ in range(number - len(kept.lanes)))
     yield kept.lanes[:number]
     # Not after an error: then nobody knows what is in them.
-    if all([lane.ready_to_keep() for lane in kept.lanes]):
+    if all([lane.worth_keeping() for lane in kept.lanes]):
         with _lock:
             _kept[kind] = kept
             while len(_kept) > KINDS:

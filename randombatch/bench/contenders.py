@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,29 +71,20 @@ class Consecutive(Contender):
         layer = RandomBatchAttention(sizes.dim, sizes.heads, sizes.batch_size)
         super().__init__(layer, layer)
         setattr(Division, "order", _in_order)  # noqa: B010
-        setattr(buffers.Rows, "take", _read_in_place)  # noqa: B010
-        setattr(buffers.Rows, "put", _write_in_order)  # noqa: B010
+        setattr(Division, "consecutive", True)  # noqa: B010
 
 
 def _in_order(self: Division, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
     return torch.arange(start, self.num_items if stop is None else stop, device=device)
 
 
-def _read_in_place(self: buffers.Rows, table: buffers.Rows, index: buffers.Index) -> Tensor:
-    return table.rows[index[0] : index[0] + len(index)]
-
-
-def _write_in_order(self: buffers.Rows, index: buffers.Index, values: buffers.Rows) -> None:
-    self.rows[index[0] : index[0] + len(index)].copy_(values.rows)
-
-
 class Floor(Contender):
     """The matrix products of a layer's training step on blocks that stay in the cache, and nothing else.
 
     No softmax, no gathering, no biases, no output. As in our layer, each thread has blocks of its own where there are
-    several. `folded`: the 4 + 11 that our layer computes for one head (`attention.folding`); otherwise the 6 + 17 of
-    the layer as it is written down (queries, keys, values, logits, weighted sums, output; once more all but the output
-    in the backward pass, and two for the gradients of each).
+    several, and runs several of them without Python. `folded`: the 4 + 11 that our layer computes for one head
+    (`attention.folding`); otherwise the 6 + 17 of the layer as it is written down (queries, keys, values, logits,
+    weighted sums, output; once more all but the output in the backward pass, and two for the gradients of each).
     """
 
     def __init__(self, sizes: Sizes, folded: bool) -> None:
@@ -102,61 +94,91 @@ class Floor(Contender):
         batches = max(1, buffers.rows_per_block(widest, torch.device("cpu"), CACHES) // p)
         self.repeats = max(1, round(sizes.nodes / (batches * p)))
         lanes = lanes_for(torch.device("cpu"), self.repeats)
-        self.blocks = [_Products(sizes.dim, sizes.heads, batches, p, folded) for _ in range(lanes)]
+        self.blocks = [_products(sizes.dim, sizes.heads, batches, p, folded) for _ in range(lanes)]
+        self._forward, self._backward = torch.jit.script(_forward_products), torch.jit.script(_backward_products)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._stream(_Products.forward)
+        self._stream(self._forward)
         return x
 
     def backward(self, out: Tensor, x: Tensor, grad: Tensor) -> None:
-        self._stream(_Products.backward)
+        self._stream(self._backward)
 
-    def _stream(self, pass_: Callable[["_Products"], None]) -> None:
+    def _stream(self, pass_: Callable[["_Products", int], None]) -> None:
         """In pieces as long as our layer's."""
         length = blocks_per_piece(self.repeats)
 
         def compute(block: _Products, first: int) -> None:
-            for _ in range(first, min(first + length, self.repeats)):
-                pass_(block)
+            pass_(block, min(length, self.repeats - first))
 
         in_lanes(iter(range(0, self.repeats, length)), [functools.partial(compute, block) for block in self.blocks])
 
 
-class _Products:
-    """Those of one block, again and again."""
+class _Products(NamedTuple):
+    """What the products of a block are of."""
 
-    def __init__(self, width: int, heads: int, batches: int, p: int, folded: bool) -> None:
-        self.folded, parts, rows = folded, 2 if folded else 3, batches * p
-        self.x, self.o, self.y, self.dx = (torch.randn(rows, width) for _ in range(4))
-        self.projected, self.dprojected = (torch.randn(rows, parts * width) for _ in range(2))
-        self.w_in, self.w_out = torch.randn(parts * width, width), torch.randn(width, width)
-        self.dw_in, self.dw_out = torch.zeros(parts * width, width), torch.zeros(width, width)
-        shape = heads * batches, p, width // heads
-        self.q, self.k, self.v, self.dq, self.dk, self.dv, self.grad = (torch.randn(shape) for _ in range(7))
-        self.weights, self.dweights = (torch.randn(heads * batches, p, p) for _ in range(2))
+    folded: bool
+    x: Tensor
+    o: Tensor
+    y: Tensor
+    dx: Tensor
+    projected: Tensor
+    dprojected: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    dw_in: Tensor
+    dw_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    grad: Tensor
+    weights: Tensor
+    dweights: Tensor
 
-    def _attend(self) -> None:
-        torch.mm(self.x, self.w_in.t(), out=self.projected)
-        torch.bmm(self.q, self.k.transpose(1, 2), out=self.weights)
 
-    def forward(self) -> None:
-        self._attend()
-        torch.bmm(self.weights, self.v, out=self.grad)
-        if not self.folded:
-            torch.mm(self.o, self.w_out.t(), out=self.y)
+def _products(width: int, heads: int, batches: int, p: int, folded: bool) -> _Products:
+    parts, rows = 2 if folded else 3, batches * p
+    group = heads * batches
+    shapes = {
+        **dict.fromkeys(("x", "o", "y", "dx"), (rows, width)),
+        **dict.fromkeys(("projected", "dprojected"), (rows, parts * width)),
+        **dict.fromkeys(("w_in", "dw_in"), (parts * width, width)),
+        **dict.fromkeys(("w_out", "dw_out"), (width, width)),
+        **dict.fromkeys(("q", "k", "v", "dq", "dk", "dv", "grad"), (group, p, width // heads)),
+        **dict.fromkeys(("weights", "dweights"), (group, p, p)),
+    }
+    return _Products(folded=folded, **{name: torch.randn(shape) for name, shape in shapes.items()})
 
-    def backward(self) -> None:
-        self._attend()
-        if not self.folded:
-            torch.bmm(self.weights, self.v, out=self.grad)
-            torch.mm(self.y, self.w_out, out=self.o)
-            torch.mm(self.y.t(), self.o, out=self.dw_out)
-        torch.bmm(self.weights.transpose(1, 2), self.grad, out=self.dv)
-        torch.bmm(self.grad, self.v.transpose(1, 2), out=self.dweights)
-        torch.bmm(self.dweights, self.k, out=self.dq)
-        torch.bmm(self.dweights.transpose(1, 2), self.q, out=self.dk)
-        torch.mm(self.dprojected, self.w_in, out=self.dx)
-        torch.mm(self.dprojected.t(), self.x, out=self.dw_in)
+
+def _project_and_weigh(of: _Products) -> None:
+    torch.mm(of.x, of.w_in.t(), out=of.projected)
+    torch.bmm(of.q, of.k.transpose(1, 2), out=of.weights)
+
+
+def _forward_products(of: _Products, times: int) -> None:
+    for _ in range(times):
+        _project_and_weigh(of)
+        torch.bmm(of.weights, of.v, out=of.grad)
+        if not of.folded:
+            torch.mm(of.o, of.w_out.t(), out=of.y)
+
+
+def _backward_products(of: _Products, times: int) -> None:
+    for _ in range(times):
+        _project_and_weigh(of)
+        if not of.folded:
+            torch.bmm(of.weights, of.v, out=of.grad)
+            torch.mm(of.y, of.w_out, out=of.o)
+            torch.mm(of.y.t(), of.o, out=of.dw_out)
+        torch.bmm(of.weights.transpose(1, 2), of.grad, out=of.dv)
+        torch.bmm(of.grad, of.v.transpose(1, 2), out=of.dweights)
+        torch.bmm(of.dweights, of.k, out=of.dq)
+        torch.bmm(of.dweights.transpose(1, 2), of.q, out=of.dk)
+        torch.mm(of.dprojected, of.w_in, out=of.dx)
+        torch.mm(of.dprojected.t(), of.x, out=of.dw_in)
 
 
 PEERS = {"sgformer": "SGFormerAttention", "polynormer": "PolynormerAttention", "performer": "PerformerAttention"}

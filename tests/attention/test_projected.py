@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from randombatch import Division
-from randombatch.attention import naive_attention
-from randombatch.attention.buffers import Rows
+from randombatch.attention import layer_steps, naive_attention
 from randombatch.attention.layer import Layer
-from randombatch.attention.layer_block import LayerBlock
 from randombatch.attention.projected import _few_rows, projected, projected_attention, projected_backward
 from randombatch.attention.rows import divide_rows
 
@@ -115,8 +113,11 @@ def test_what_is_kept_is_neither_computed_nor_drawn_again(
     for recompute in (True, False):
         calls: list[str] = []
         with monkeypatch.context() as patch:
-            for owner, name in ((Division, "order"), (LayerBlock, "project"), (Rows, "take")):
+            for owner, name in ((Division, "order"), (layer_steps, "project"), (layer_steps, "take")):
                 patch.setattr(owner, name, _counted(getattr(owner, name), calls))
+            # What is compiled cannot be counted.
+            steps = layer_steps.forward_blocks, layer_steps.backward_blocks
+            patch.setattr("randombatch.attention.layer.compiled", lambda steps=steps: steps)
             options = {"heads": heads, "kernel": kernel, "block_rows": 1000, "pieces": pieces}
             out = projected_attention(x, *weights, torch.tensor(3), 7, recompute=recompute, **options)
             forward = Counter(calls)
@@ -140,6 +141,32 @@ def _counted(function: Any, calls: list[str]) -> Any:
         return function(*args, **kwargs)
 
     return counted
+
+
+def test_steps_are_compiled_where_pytorch_geometric_is() -> None:
+    """It replaces functions of torch."""
+    pytest.importorskip("torch_geometric")
+    assert all(isinstance(step, torch.jit.ScriptFunction) for step in layer_steps.compiled.__wrapped__())
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_steps_compute_the_same_compiled_or_not(
+    kernel: str, heads: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere than on the CPU, and where TorchScript is missing, they run as they stand."""
+    steps: tuple[Any, Any] = layer_steps.forward_blocks, layer_steps.backward_blocks
+    x, weights = make(300, True)
+    leaves = [t for t in (x, *weights) if t is not None]
+    results = []
+    for which in (layer_steps.compiled(), steps):
+        monkeypatch.setattr("randombatch.attention.layer.compiled", lambda which=which: which)
+        options: dict[str, Any] = {"heads": heads, "kernel": kernel, "block_rows": 20, "recompute": recompute}
+        out = projected_attention(x, *weights, torch.tensor(3), 7, dropout_p=0.3 * (kernel == "softmax"), **options)
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -254,7 +281,7 @@ def test_float64_takes_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x, weights = torch.randn(5000, 64, dtype=dtype), (torch.randn(128, 64, dtype=dtype), None, None, None)
         layers.append(Layer(x, *weights, Division(5000, 64, 0), 1, 2, "softmax", 0.0, 0))
-    assert [layer.block_rows for layer in layers] == [2048, 1024, 2048]
+    assert [layer.block_rows for layer in layers] == [1024, 512, 1024]
 
 
 @pytest.mark.parametrize("pieces", [2, 12])
