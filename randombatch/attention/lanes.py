@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-# Python's lock lets one lane at a time pass from operation to operation, which takes a fortieth of their time.
+# Python's lock lets one lane at a time pass from piece to piece.
 MOST_LANES = 32
 # A lane is worth so many blocks.
 FEWEST_BLOCKS = 2

@@ -1,4 +1,4 @@
-"""An attention layer block by block (`layer_block.py`), side by side in lanes (`lanes.py`).
+"""An attention layer block by block (`layer_steps.py`, `layer_block.py`), side by side in lanes (`lanes.py`).
 
 Only the input is kept for the backward pass, which computes each block's projections and weights again; or, on demand,
 what each block holds, in the order of the blocks.
@@ -23,7 +23,7 @@ from randombatch.given_batches import GivenBatches
 
 # Blocks are handed out several at a time, in about so many pieces, of at most so many blocks.
 PIECES, LONGEST = 32, 8
-# Second-level caches for the widest array of a block. With less, lanes ask for Python's lock more often than pays.
+# Second-level caches for the widest array of a block. Half and twice as much take the same time, far less takes longer.
 CACHES = 0.5
 
 # Where what is kept of a block lies, and its rows.
