@@ -65,8 +65,9 @@ class Division:
             neighbours, so graphs of equal size are divided alike.
     """
 
-    # Its batches do not stand in order in any table (see `GivenBatches`).
-    consecutive = False
+    # What `GivenBatches` may say otherwise: batches do not stand in order in any table, the first is the division's
+    # first, and results go where rows came from.
+    consecutive, first, results = False, 0, None
 
     def __init__(self, num_items: int, batch_size: int, seed: int, *, ptr: Tensor | None = None) -> None:
         if isinstance(num_items, bool) or not isinstance(num_items, int):
@@ -140,15 +141,6 @@ class Division:
         self._held = self.order(device=device) if order is None else order
         return self
 
-    def items_at(self, positions: Tensor) -> Tensor:
-        """Items at any positions, 1-D; for a run of them, `order` is faster. Not for several graphs."""
-        if self.ptr is not None:
-            raise ValueError("with `ptr`, only `order` gives items")
-        if bool(((positions < 0) | (positions >= self.num_items)).any()):
-            raise ValueError(f"positions must lie in [0, {self.num_items})")
-        items = self._permutation(self.num_items, positions.device).items(positions)
-        return items if self.rows is None else self.rows.to(items.device)[items]
-
     def position(self, items: Tensor) -> Tensor:
         """Where each item stands in `order`: its inverse. Any shape."""
         items = self.items_of(items)
@@ -181,10 +173,6 @@ class Division:
         starts = self.starts[first : stop + 1]
         order = self._span(int(starts[0]), int(starts[-1]), device)
         return GivenBatches(order, starts - starts[0], self.batch_size, self.seed, first=first)
-
-    # As part of itself a division begins with its first batch, and results go where rows came from: see `GivenBatches`.
-    first = 0
-    room = None
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """`items_of` rows that are known to be divided."""

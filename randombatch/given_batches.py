@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Memory for results of a width and type.
-Room = Callable[[int, torch.dtype], Tensor]
+Results = Callable[[int, torch.dtype], Tensor]
 # From sums over the rows of these batches to gradients of weights.
 Totals = Callable[[list[Tensor]], list[Tensor]]
 
@@ -21,13 +21,13 @@ class GivenBatches:
         seed: of the division that they are part of; dropout depends on it.
         ids: `(rows of the table,)` the item that each row holds, which dropout is keyed by (default: the rows).
         first: number of the first batch in that division.
-        room: gives a table into which results go (to the rows `homes`) and out of which their gradients come; the
+        results: gives a table into which results go (to the rows `homes`) and out of which their gradients come; the
             gradient of the table goes into it, too. Default: results have the table's rows.
         cuts: numbers of batches, from 0 on, at which sums over rows begin anew (see `Shard.pieces`).
         exact: whether such sums are taken in float64.
         totals: what becomes of them.
         num_all: items of the division that they are part of (default: of these batches).
-        homes: `(rows of the table,)` the row of the room that each row belongs to.
+        homes: `(rows of the table,)` the row of the results that each row belongs to.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GivenBatches:
         seed: int,
         ids: Tensor | None = None,
         first: int = 0,
-        room: Room | None = None,
+        results: Results | None = None,
         cuts: list[int] | None = None,
         exact: bool = False,
         totals: Totals | None = None,
@@ -49,7 +49,7 @@ class GivenBatches:
         self.order = torch.arange(int(starts[-1]), device="cpu") if order is None else order
         self.starts, self.batch_size, self.seed, self.ids = starts, batch_size, seed, ids
         self.num_items, self.num_batches = len(self.order), len(starts) - 1
-        self.first, self.room, self.cuts, self.totals = first, room, cuts, totals
+        self.first, self.results, self.cuts, self.totals = first, results, cuts, totals
         self.exact, self.homes = exact, homes
         self.num_all = self.num_items if num_all is None else num_all
 
@@ -58,10 +58,6 @@ class GivenBatches:
         starts = self.starts[first : stop + 1]
         order = self.order[int(starts[0]) : int(starts[-1])].to(device)
         return GivenBatches(order, starts - starts[0], self.batch_size, self.seed, self.ids, self.first + first)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(self.starts.diff().tolist())
 
     def blocks(self, max_items: int, device: torch.device | None = None) -> Iterator[Tensor]:
         """All batches, those of equal size stacked, as `Division.blocks` gives them."""

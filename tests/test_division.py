@@ -123,23 +123,13 @@ def test_partitions_of_few_items_are_equally_likely(n: int, p: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "p"), [(10, 5), (12, 4), (9, 3)])
-def test_pairs_and_triples_share_a_batch_as_lemma_2_says(n: int, p: int) -> None:
+def test_pairs_share_a_batch_as_lemma_2_says(n: int, p: int) -> None:
     trials = 20_000
-    pairs = triples = 0
-    for seed in range(trials):
-        batch = Division(n, p, fold_in(1, seed)).batch_of(torch.arange(n))
-        pairs += int((batch[0] == batch[1:]).sum())
-        mates = int((batch == batch[2]).sum()) - 1
-        triples += mates * (mates - 1)
-    pair, triple = (p - 1) / (n - 1), (p - 1) * (p - 2) / ((n - 1) * (n - 2))
-    # Every item has exactly p - 1 mates where p divides n: both counts are then exact, not only on average.
-    assert pairs == trials * (p - 1)
-    assert triples == trials * (p - 1) * (p - 2)
+    pair = (p - 1) / (n - 1)
     counts = co_members(n, p, range(trials))
     expected = trials * pair
     off = counts[~torch.eye(n, dtype=torch.bool)]
     assert (off - expected).abs().max() < 5 * math.sqrt(expected * (1 - pair))
-    assert triple < pair
 
 
 @pytest.mark.parametrize(("n", "p"), [(1000, 10), (1003, 10), (SORTED_BELOW + 1, 16)])
@@ -265,10 +255,6 @@ def test_bad_items_and_rows() -> None:
         Division(3, 2, 0).on_rows(torch.tensor([1, 1, 2]))
     with pytest.raises(ValueError, match="is on rows already"):
         Division(3, 2, 0).on_rows(torch.tensor([4, 1, 2])).on_rows(torch.tensor([4, 1, 2]))
-    for n in (10, 10_000):
-        for position in (-1, n):
-            with pytest.raises(ValueError, match=rf"positions must lie in \[0, {n}\)"):
-                Division(n, 2, 0).items_at(torch.tensor([0, position]))
 
 
 def test_what_are_no_integers() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from randombatch.attention.recycled import recycled
+from randombatch.attention.recycled import may_reuse, recycled
 
 # Block of rows on an accelerator: large enough to fill it, small beside its memory.
 ACCELERATOR_BLOCK_BYTES = 1 << 26
@@ -130,8 +130,7 @@ class Scratch:
         return new_rows(self._slab, max(size, self.SLAB_BYTES))
 
     def __del__(self) -> None:
-        # Where uninitialised memory is filled on purpose, used memory must not come back.
-        if self.device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+        if self.device.type != "cpu" or not may_reuse():
             return
         spare = self._spare.setdefault(self.device, [])
         usual = [slab for slab in self._slabs if slab.numel() == self.SLAB_BYTES]

@@ -24,7 +24,7 @@ FEWEST_BLOCKS = 2
 # Pieces that are drawn before lanes begin.
 AHEAD = 8
 
-Piece = TypeVar("Piece")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -41,8 +41,8 @@ def lanes_for(device: torch.device, num_blocks: int) -> int:
 
 
 def in_lanes(
-    pieces: Iterator[Piece],
-    lanes: Sequence[Callable[[Piece], Result]],
+    pieces: Iterator[Item],
+    lanes: Sequence[Callable[[Item], Result]],
     collect: Callable[[Any], Any] | None = None,
 ) -> None:
     """Compute every piece.
@@ -74,11 +74,11 @@ def in_lanes(
         del crew
 
 
-class _Crew(Generic[Piece, Result]):
+class _Crew(Generic[Item, Result]):
     """What the lanes of one call share."""
 
     def __init__(
-        self, pieces: Iterator[Piece], lanes: Sequence[Callable[[Piece], Result]], collect: Callable[[Result], Any]
+        self, pieces: Iterator[Item], lanes: Sequence[Callable[[Item], Result]], collect: Callable[[Result], Any]
     ) -> None:
         self.pieces, self.collect = enumerate(pieces), collect
         self.waiting = list(lanes)

@@ -1,5 +1,8 @@
 """An attention layer block by block (`layer_steps.py`, `layer_block.py`), side by side in lanes (`lanes.py`).
 
+A *block* is some batches of one size, about as large as the cache. A *piece* is a run of blocks: what a lane takes at a
+time, and whose gradients of weights are one sum; blocks of one shape in it (`Some`) are computed in one call.
+
 Only the input is kept for the backward pass, which computes each block's projections and weights again; or, on demand,
 what each block holds, in the order of the blocks.
 """
@@ -12,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch.attention import blocks, buffers
+from randombatch.attention import buffers
 from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.attention.layer_block import LayerBlock, Sums, Weights, table
 from randombatch.attention.layer_lane import Lane, lanes_of
 from randombatch.attention.layer_steps import Some, backward_blocks, compiled, forward_blocks
 from randombatch.attention.rows import without_autocast
+from randombatch.attention.softmax import compute_dtype, dropout_scale
 from randombatch.division import Division, even_bounds
 from randombatch.given_batches import GivenBatches
 
@@ -41,7 +45,7 @@ class Layer:
         x: `(N, F)`.
         in_weight, in_bias, out_weight, out_bias, heads, parts, kernel: see `Weights`.
         division: of the rows of x; those that it leaves out keep what the outputs hold.
-        dropout_p, block_rows, pieces: as for the operator.
+        dropout_p, block_rows, pieces: see `projected_attention`.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Layer:
         pieces: int = 1,
     ) -> None:
         self.x, self.division, self.dropout_p = x.contiguous(), division, dropout_p
-        self.dtype = blocks.compute_dtype(x.dtype)
+        self.dtype = compute_dtype(x.dtype)
         w_in, b_in, w_out, b_out = (
             None if w is None else w.detach().to(self.dtype) for w in (in_weight, in_bias, out_weight, out_bias)
         )
@@ -92,6 +96,7 @@ class Layer:
             return like
         needed = self._saved_size(self.division.num_items, int(self.division.starts.diff().square().sum()))
         saved = buffers.new_rows(like, needed if size is None else size, kept=True)
+        # Nobody reads it, but an operator's result should be the same every time.
         saved[needed:].zero_()
         return saved
 
@@ -103,7 +108,7 @@ class Layer:
         """Write the output, what is to be `saved` unless that is empty, and the rows of all blocks into `order`."""
         x, out = table(self.x), table(out_NF)
 
-        def run(lane: Lane, block: LayerBlock, some: Some) -> None:
+        def run(_: Lane, block: LayerBlock, some: Some) -> None:
             self._forward_blocks(block.room, some, x, out)
 
         self._stream(saved, run, order=order)
@@ -160,6 +165,7 @@ class Layer:
         rows = [rows_CP.flatten() for _, rows_CP in piece]
         homes = [self.division.home_of(r) for r in rows]
         first = [self._first(r) for r in rows]
+        # What `home_of` gives back as it is goes where it came from.
         return Some(
             rows=rows,
             homes=homes,
@@ -180,7 +186,7 @@ class Layer:
         """Factors of a block's weights."""
         numbers = torch.arange(self.weights.heads, device=rows_CP.device)
         items_CP = self.division.ids_of(rows_CP)
-        factors = blocks.dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, self.dtype)
+        factors = dropout_scale(items_CP, numbers, self.dropout_p, self.division.seed, self.dtype)
         return factors.flatten(0, 1)
 
     def _pieces(self, num_blocks: int, order: Tensor | None) -> Iterator[Piece]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from randombatch.attention.buffers import Scratch
 from randombatch.attention.layer_block import LayerBlock, Sums, Weights
+from randombatch.attention.recycled import may_reuse
 
 # Kinds of layers whose lanes are kept, shapes of blocks in each, and bytes of weights: a model has layers of few kinds.
 KINDS, SHAPES, WEIGHT_BYTES = 2, 16, 1 << 23
@@ -80,8 +81,7 @@ _lock = threading.Lock()
 def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[list[Lane]]:
     """So many lanes for a layer: kept ones, or new ones."""
     tensors = weights.tensors
-    # Where uninitialised memory is filled on purpose, used memory must not come back.
-    keep = weights.w_in.device.type == "cpu" and not torch.are_deterministic_algorithms_enabled()
+    keep = weights.w_in.device.type == "cpu" and may_reuse()
     if not keep or sum(w.nbytes for w in tensors.values()) > WEIGHT_BYTES:
         yield [Lane(weights, sum_type) for _ in range(number)]
         return

@@ -150,7 +150,7 @@ def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table,
             room.held[room.held.numel() - kept.numel() :].copy_(kept)
         else:
             project(room, x_RF)
-        # SGFormer's kernel writes to it.
+        # SGFormer's kernel writes to these rows: it takes a copy even where they stand in order.
         grad_RF = take(way.grad, grad, some.homes[i], some.first_home[i] if room.softmax else -1)
         factors: Tensor | None = None
         if len(some.factors) > 0:
@@ -249,6 +249,7 @@ def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: T
     if room.heads > 1:
         heads_last(way.dprojected[0], way.dparts, room.heads)
     add_sums(room, way, x_RF)
+    # With two parts the key's gradient is there already, to be added to.
     first = 0
     if room.parts == 3:
         torch.mm(way.dprojected[0], way.w_in[0], out=way.dx.rows)
@@ -343,5 +344,6 @@ def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
             # That newer means are recommended; of these only compilers, which not every machine has.
             warnings.simplefilter("ignore")
             return torch.jit.script(forward_blocks), torch.jit.script(backward_blocks)
-    except Exception:
+    except Exception as error:
+        warnings.warn(f"blocks of layers run as plain Python, which is slower: {error}", RuntimeWarning, stacklevel=2)
         return forward_blocks, backward_blocks

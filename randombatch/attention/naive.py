@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import dropout_scale
+from randombatch.attention.softmax import dropout_scale
 from randombatch.division import Division
 
 
@@ -58,4 +58,18 @@ def naive_attention(
             weights = weights * keep.view_as(weights)
         out[:, :, i] = weights @ value[:, :, i]
         start += size
+    return out
+
+
+def naive_sgformer(query: Tensor, key: Tensor, value: Tensor, division: Division) -> Tensor:
+    """SGFormer's linear attention of `(H, L, D)` inside each batch of `division`, as its formula reads.
+
+    o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) with q and k of norm one, s the batch's size.
+    """
+    out = torch.zeros_like(value)
+    for i in division.order().split(list(division.sizes)):
+        q, k = (x[:, i] / x[:, i].norm(dim=-1, keepdim=True) for x in (query, key))
+        similar = q @ k.transpose(1, 2)
+        numerator = similar @ value[:, i] + len(i) * value[:, i]
+        out = out.index_copy(1, i, numerator / (similar.sum(-1, keepdim=True) + len(i)))
     return out

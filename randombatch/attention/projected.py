@@ -8,7 +8,6 @@ import functools
 import torch
 from torch import Tensor
 
-from randombatch.attention import blocks
 from randombatch.attention.folding import fold, scale_query
 from randombatch.attention.layer import Layer
 from randombatch.attention.layer_block import held_size, out_width
@@ -19,13 +18,14 @@ from randombatch.attention.rows import (
     refuse_tangents,
     without_autocast,
 )
+from randombatch.attention.softmax import compute_dtype
 from randombatch.checks import check_batch_size
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import signed64
 
 KERNELS = ("softmax", "sgformer")
-# Of a graph so small, drawing the batches shows in the time: they are kept until the backward pass asks again.
+# Of graphs so small, drawing shows in the time: the last few orders are kept, for the backward pass asks again.
 FEW_ROWS = 1 << 15
 
 
@@ -77,7 +77,7 @@ def projected_attention(
     refuse_tangents(x, in_weight, in_bias, out_weight, out_bias)
     x = x.to(autocast_type(x) or x.dtype)
     # Blocks are computed in this type, and so are products of weights: no need to round them first.
-    dtype = blocks.compute_dtype(x.dtype)
+    dtype = compute_dtype(x.dtype)
     in_weight, out_weight = in_weight.to(dtype), out_weight.to(dtype)
     in_bias, out_bias = (None if b is None else b.to(dtype) for b in (in_bias, out_bias))
     parts = 3
@@ -98,9 +98,9 @@ def projected_attention(
     order = ids = None
     given = x, in_weight, in_bias, *output
     recompute = recompute or not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given))
-    if isinstance(division, GivenBatches) and division.room is not None:
+    if isinstance(division, GivenBatches) and division.results is not None:
         options = heads, parts, kernel, dropout_p, block_rows or 0, pieces
-        return _InRoom.apply(division, options, recompute, *given)
+        return _InResults.apply(division, options, recompute, *given)
     if division is not None:
         seed, batch_size = torch.tensor(signed64(division.seed), device="cpu"), division.batch_size
         order, ids, ptr = _given(division, x)
@@ -208,7 +208,7 @@ def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order
     saved = torch.library.get_ctx().new_dynamic_size() if size is None else size
     out = x.new_empty(x.shape[0], out_width(in_weight, out_weight, parts))
     drawn = x.new_empty(num_drawn, dtype=torch.int64)
-    return out, x.new_empty(saved, dtype=blocks.compute_dtype(x.dtype)), drawn
+    return out, x.new_empty(saved, dtype=compute_dtype(x.dtype)), drawn
 
 
 @torch.library.custom_op("randombatch::projected_backward", mutates_args=())
@@ -277,16 +277,16 @@ projected.register_autograd(_backward, setup_context=_setup)
 projected_backward.register_autograd(refuse_second_derivatives)
 
 
-class _InRoom(torch.autograd.Function):
+class _InResults(torch.autograd.Function):
     """The same on given batches that bring a table for results and gradients (see `GivenBatches`).
 
-    What goes back as the gradient of x is only a token: whoever made the room finds it there.
+    What goes back as the gradient of x is only a token: whoever made that table finds it there.
     """
 
     @staticmethod
     def forward(ctx, division, options, recompute, x, in_weight, in_bias, out_weight, out_bias):
         layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-        out_NF, saved = division.room(layer.weights.out_width, x.dtype), layer.new_saved(0 if recompute else None)
+        out_NF, saved = division.results(layer.weights.out_width, x.dtype), layer.new_saved(0 if recompute else None)
         layer.forward(out_NF, saved)
         ctx.division, ctx.options = division, options
         ctx.save_for_backward(saved, x, in_weight, in_bias, out_weight, out_bias)
@@ -298,7 +298,7 @@ class _InRoom(torch.autograd.Function):
         saved, x, *weights = ctx.saved_tensors
         in_weight, in_bias, out_weight, out_bias = weights
         layer = Layer(x, in_weight, in_bias, out_weight, out_bias, ctx.division, *ctx.options)
-        sums = layer.backward(grad, saved, ctx.division.room(x.shape[1], x.dtype))
+        sums = layer.backward(grad, saved, ctx.division.results(x.shape[1], x.dtype))
         sums = sums if ctx.division.totals is None else ctx.division.totals(sums)
         there = (None if w is None else s.to(w.dtype) for w, s in zip(weights, sums, strict=True))
         return None, None, None, x.new_zeros(1, 1).expand_as(x), *there

@@ -113,7 +113,10 @@ def recycle_memory() -> Recycler:
 
 
 def trim_memory() -> None:
-    """Give what nobody uses back to the kernel: holes in the C library's heap, and kept arrays that are gone."""
+    """Give what nobody uses back to the kernel: holes in the C library's heap, and kept arrays that are gone.
+
+    The buffers of blocks stay, at most 32 MB for each thread.
+    """
     _kept.release()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -131,5 +134,9 @@ def recycled(shape: tuple[int, ...], like: Tensor, kept: bool = False) -> Tensor
 def _recycler(kept: bool) -> Recycler | None:
     if _active:
         return _active[0]
-    # Where uninitialised memory is filled on purpose, used memory must not come back.
-    return _kept if kept and not torch.are_deterministic_algorithms_enabled() else None
+    return _kept if kept and may_reuse() else None
+
+
+def may_reuse() -> bool:
+    """Where uninitialised memory is filled on purpose, used memory must not come back."""
+    return not torch.are_deterministic_algorithms_enabled()

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from randombatch.attention import blocks, buffers
+from randombatch.attention import buffers
 from randombatch.attention.rows import refuse_second_derivatives
+from randombatch.attention.softmax import Softmax, compute_dtype, dropout_scale
 from randombatch.division import Division
 
 
@@ -107,7 +108,7 @@ class _Block:
 
     rows_CP: Tensor
     lead: slice
-    softmax: blocks.Softmax
+    softmax: Softmax
 
 
 def _stream(
@@ -131,12 +132,12 @@ def _stream(
             q = _gather(scratch, "q", q_table, rows_CP, lead, heads).mul_(scale)
             k = _gather(scratch, "k", k_table, rows_CP, lead, heads)
             v = _gather(scratch, "v", v_table, rows_CP, lead, heads)
-            softmax = blocks.Softmax(scratch, q, k, v)
+            softmax = Softmax(scratch, q, k, v)
             bias = restriction.bias(rows_CP, lead, scratch.dtype)
             softmax.weigh(bias, (lead.stop - first, heads, len(rows_CP)))
             if dropout_p:
                 numbers = torch.arange(first * heads, lead.stop * heads, device=device)
-                keep = blocks.dropout_scale(division.ids_of(rows_CP), numbers, dropout_p, division.seed, scratch.dtype)
+                keep = dropout_scale(division.ids_of(rows_CP), numbers, dropout_p, division.seed, scratch.dtype)
                 softmax.drop(keep.view_as(softmax.weights))
             yield _Block(rows_CP, lead, softmax)
 
@@ -175,7 +176,7 @@ def attention(
     restriction = Restriction(
         padding_BL=padding, mask=mask, is_causal=is_causal, self_correction=self_correction, division=division
     )
-    scratch = buffers.Scratch(query.device, blocks.compute_dtype(query.dtype))
+    scratch = buffers.Scratch(query.device, compute_dtype(query.dtype))
     tables = _Table(query), _Table(key), _Table(value)
     table = _Table(out_BHLE)
     for block in _stream(scratch, division, tables, restriction, dropout_p, scale):
@@ -222,7 +223,7 @@ def attention_backward(
     restriction = Restriction(
         padding_BL=padding, mask=mask, is_causal=is_causal, self_correction=self_correction, division=division
     )
-    scratch = buffers.Scratch(query.device, blocks.compute_dtype(query.dtype))
+    scratch = buffers.Scratch(query.device, compute_dtype(query.dtype))
     tables = _Table(query), _Table(key), _Table(value)
     grad_table, grad_tables = _Table(grad), (_Table(dq), _Table(dk), _Table(dv))
     for block in _stream(scratch, division, tables, restriction, dropout_p, scale):

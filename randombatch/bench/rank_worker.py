@@ -39,18 +39,18 @@ class _Idle(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, batches):
         ctx.batches, ctx.shape = batches, rows.shape
-        if batches.room is None:
+        if batches.results is None:
             return rows.clone()
-        table = batches.room(rows.shape[1], rows.dtype)
+        table = batches.results(rows.shape[1], rows.dtype)
         put_rows(table, batches.homes, rows)
         return table
 
     @staticmethod
     def backward(ctx, grad):
         batches = ctx.batches
-        if batches.room is None:
+        if batches.results is None:
             return grad, None
-        put_rows(batches.room(grad.shape[1], grad.dtype), batches.homes, grad.index_select(0, batches.homes))
+        put_rows(batches.results(grad.shape[1], grad.dtype), batches.homes, grad.index_select(0, batches.homes))
         return grad.new_zeros(1, 1).expand(ctx.shape), None
 
 

@@ -214,9 +214,19 @@ def in_common(
     ids = division.order(int(starts[0]), int(starts[-1]))
     visit = _Visit(shard, common, division, ids, (x.shape[1], x.dtype))
     batches = GivenBatches(
-        None, starts - starts[0], division.batch_size, division.seed, division.ids_of(ids), first, visit.room,
-        shard.pieces(division.num_batches), shard.exact, shard.totals, division.num_items, ids,
-    )  # fmt: skip
+        None,
+        starts - starts[0],
+        division.batch_size,
+        division.seed,
+        division.ids_of(ids),
+        first,
+        results=visit.results,
+        cuts=shard.pieces(division.num_batches),
+        exact=shard.exact,
+        totals=shard.totals,
+        num_all=division.num_items,
+        homes=ids,
+    )
     return _Leave.apply(compute(_Enter.apply(x, visit), batches), visit)
 
 
@@ -239,7 +249,7 @@ class _Visit:
         self.foreign = int((shard.owner_of(ids) != shard.rank).sum())
         self.lendings = -1
 
-    def room(self, width: int, dtype: torch.dtype) -> Tensor:
+    def results(self, width: int, dtype: torch.dtype) -> Tensor:
         """Where results of this kind go: into the input's table, which is open, or into another."""
         if (width, dtype) == self.like:
             return self.input()

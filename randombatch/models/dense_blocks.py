@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from randombatch.attention.blocks import add_product
 from randombatch.attention.buffers import Scratch, in_type, new_rows, rows_per_block
 from randombatch.distributed.moments import pooled
 from randombatch.distributed.shard import Shard
@@ -262,7 +261,8 @@ class Backward:
             if dx is not None:
                 dx[rows] = dt
             return
-        add_product(blocks.scratch, self.piece_dweight, dt, blocks.x[rows])
+        wide = functools.partial(in_type, blocks.scratch, dtype=self.piece_dweight.dtype)
+        self.piece_dweight.addmm_(wide("wide", dt).t(), wide("wide x", blocks.x[rows]))
         if dx is not None:
             torch.mm(dt, blocks.weight, out=dx[rows])
 

@@ -184,7 +184,7 @@ class _Streamed(torch.autograd.Function):
                     dx_NF[home] = 0
                 else:
                     buffers.put_rows(dx_NF, home, dx_BPF.reshape(-1, x_NF.shape[1]))
-        if ctx.division.room is not None:
+        if ctx.division.results is not None:
             dx_NF = x_NF.new_zeros(1, 1).expand_as(x_NF)  # a token, see `GivenBatches`
         gradients = iter(sums)
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
@@ -256,8 +256,8 @@ class _Named(nn.Module):
 
 def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: int) -> Tensor:
     """Rows to be filled, those that are not divided with zero."""
-    if division.room is not None:
-        return division.room(width, like.dtype)
+    if division.results is not None:
+        return division.results(width, like.dtype)
     return buffers.new_rows(like, rows, width, zero=division.num_items < rows)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import randombatch as rb
 from randombatch import Division, random_batch_attention
 from randombatch.attention import naive_attention
+from randombatch.attention.softmax import dropout_scale
 from randombatch.attention.streamed import attention, attention_backward
 
 BATCH, HEADS, WIDTH, VALUE_WIDTH = 2, 4, 6, 5
@@ -255,19 +256,26 @@ def test_dropout_keeps_the_mean_and_drops_the_right_share() -> None:
     assert torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1].abs() < 0.08
 
 
+def test_what_is_dropped_differs_between_heads_queries_and_keys() -> None:
+    keep = dropout_scale(torch.arange(128).view(2, 64), torch.arange(4), 0.5, 3, torch.float64)
+    sign = (keep > 0).double() * 2 - 1
+    for a, b in ((sign[0], sign[1]), (sign[:, :, 1:], sign[:, :, :-1]), (sign[..., 1:], sign[..., :-1])):
+        assert abs(float((a * b).mean())) < 5 / math.sqrt(a.numel())
+
+
 def test_numerator_and_denominator_are_unbiased_under_self_correction() -> None:
     """Exact expectation over divisions: N = 6 items in batches of 3, all 10 divisions equally likely."""
-    logits = torch.randn(6, 6, dtype=torch.float64)
-    weights = logits.exp()
+    logits, eye = torch.randn(6, 6, dtype=torch.float64), torch.eye(6, dtype=torch.float64)
     seen: dict[tuple, Tensor] = {}
     seed = 0
     while len(seen) < 10:
-        batch = Division(6, 3, seed).batch_of(torch.arange(6))
-        same = batch[:, None] == batch
-        seen[tuple(same.flatten().tolist())] = torch.where(torch.eye(6) > 0, weights, weights * (5 / 2)) * same
+        division = Division(6, 3, seed)
+        weights = random_batch_attention(logits, eye, eye, division=division, scale=1.0, self_correction=True)
+        # The own term is not corrected, so that it tells the denominator.
+        terms = weights * (logits.diagonal().exp() / weights.diagonal())[:, None]
+        seen[tuple((weights > 0).flatten().tolist())] = terms
         seed += 1
-    mean = torch.stack(list(seen.values())).mean(0)
-    torch.testing.assert_close(mean, weights)
+    torch.testing.assert_close(torch.stack(list(seen.values())).mean(0), logits.exp())
 
 
 def test_autocast_computes_in_its_type() -> None:
@@ -323,10 +331,6 @@ def test_items_without_width_attend_to_all_alike(scale: float | None) -> None:
     out.sum().backward()
     torch.testing.assert_close(v.grad, torch.ones_like(v))
     assert q.grad is not None
-
-
-def test_public_names() -> None:
-    assert rb.random_batch_attention is random_batch_attention
 
 
 def test_heads_without_a_batch_have_one_padding() -> None:

@@ -9,23 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from randombatch import Division
-from randombatch.attention import layer_steps, naive_attention
+from randombatch.attention import layer_steps, naive_attention, naive_sgformer
 from randombatch.attention.layer import Layer
 from randombatch.attention.projected import _few_rows, projected, projected_attention, projected_backward
 from randombatch.attention.rows import divide_rows
 
 WIDTH = 8
-
-
-def naive_sgformer(q: Tensor, k: Tensor, v: Tensor, division: Division) -> Tensor:
-    """SGFormer's attention inside each batch, `(H, N, D)`, as its formula reads."""
-    out = torch.zeros_like(v)
-    for i in division.order().split(list(division.sizes)):
-        qn, kn = (x[:, i] / x[:, i].norm(dim=-1, keepdim=True) for x in (q, k))
-        similar = qn @ kn.transpose(1, 2)
-        numerator = similar @ v[:, i] + len(i) * v[:, i]
-        out = out.index_copy(1, i, numerator / (similar.sum(-1, keepdim=True) + len(i)))
-    return out
 
 
 def naive_layer(x: Tensor, weights: list[Tensor | None], division: Division, heads: int, kernel: str, dropout_p: float):

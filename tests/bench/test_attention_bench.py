@@ -82,17 +82,27 @@ def test_help_shows_examples() -> None:
     assert run("--version").stdout.strip() == randombatch.__version__
 
 
-def test_a_wrong_result_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_a_wrong_result_gets_no_figures(monkeypatch: pytest.MonkeyPatch, kernel: str, factor: float) -> None:
     settings = attention.Settings(nodes=1000, dim=8, batch_size=16)
     assert attention.verify(settings) < 1e-9
     right = attention.projected_attention
-    monkeypatch.setattr(attention, "projected_attention", lambda *a, **k: right(*a, **k) * 1.001)
+
+    def wrong(*arguments, **options):
+        return right(*arguments, **options) * (factor if options["kernel"] == kernel else 1)
+
+    monkeypatch.setattr(attention, "projected_attention", wrong)
     with pytest.raises(AssertionError, match="no speed is reported for a wrong result"):
         attention.verify(settings)
 
 
+def test_heads_of_width_one_are_verified_without_the_kernel_that_refuses_them() -> None:
+    assert attention.verify(attention.Settings(nodes=100, dim=4, heads=4, batch_size=16)) < 1e-9
+
+
 @pytest.mark.parametrize("dim", [8, 256])
-@pytest.mark.parametrize("broken", ["folded", "lanes", "nan"])
+@pytest.mark.parametrize("broken", ["folded", "lanes"])
 def test_what_is_timed_is_what_is_verified(monkeypatch: pytest.MonkeyPatch, dim: int, broken: str) -> None:
     fold, compute = projected.fold, layer.in_lanes
 
@@ -107,11 +117,8 @@ def test_what_is_timed_is_what_is_verified(monkeypatch: pytest.MonkeyPatch, dim:
 
     if broken == "folded":
         monkeypatch.setattr(projected, "fold", folded)
-    elif broken == "lanes":
-        monkeypatch.setattr(layer, "in_lanes", lanes)
     else:
-        right = attention.projected_attention
-        monkeypatch.setattr(attention, "projected_attention", lambda *a, **k: right(*a, **k) * float("nan"))
+        monkeypatch.setattr(layer, "in_lanes", lanes)
     with pytest.raises(AssertionError, match="no speed is reported for a wrong result"):
         attention.verify(attention.Settings(dim=dim, batch_size=16, threads=2))
 

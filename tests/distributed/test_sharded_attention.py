@@ -67,7 +67,7 @@ def counts(group: Any, n: int, batch_size: int) -> tuple[int, int, int, int]:
     there = plan(Division(n, batch_size, 3), shard)
     layer = RandomBatchAttention(WIDTH, 1, batch_size).eval()
     layer(torch.randn(len(shard), WIDTH), shard=shard)
-    return len(there.batches.sizes), sum(there.receive), shard.attention.bytes_sent, len(shard)
+    return there.batches.num_batches, sum(there.receive), shard.attention.bytes_sent, len(shard)
 
 
 def test_ranks_share_batches_evenly_and_send_no_more_than_they_must(ranks) -> None:

@@ -160,12 +160,15 @@ def test_gps_without_nodes() -> None:
     assert out.shape == (0, 16)
 
 
-def test_gps_reset_and_dispatch() -> None:
-    for kind in ("multihead", "performer"):
-        model = convert(GPS(kind), 8)
-        model.convs[0].reset_parameters()
-        x, edge_index, batch = graph([30])
-        model(x, edge_index, batch)
+@pytest.mark.parametrize("kind", ["multihead", "performer"])
+def test_gps_resets_converted_attention(kind: str) -> None:
+    model = convert(GPS(kind), 8)
+    attention = model.convs[0].attn
+    # The first of both: the query's, or that of query, key and value.
+    first = next(w for w in attention.parameters() if w.dim() == 2)
+    before = first.detach().clone()
+    model.convs[0].reset_parameters()
+    assert not torch.equal(first, before)
 
 
 def test_self_correction_is_refused_for_linear_attention() -> None:

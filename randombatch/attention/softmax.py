@@ -1,4 +1,4 @@
-"""What happens inside a block of equally large batches, forward and backward, in buffers that are used again.
+"""Softmax attention inside a block of equally large batches, forward and backward, in buffers that are used again.
 
 A block is a stack of batches on the leading dimension G (batches x heads x whatever leads). Every function writes
 into buffers given by the caller or taken from a `Scratch`, so that a long stream of blocks stays in the cache and
@@ -12,14 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from randombatch.attention.buffers import Scratch, in_type
+from randombatch.attention.buffers import Scratch
 from randombatch.permutation import fold_in, hash64
-
-
-def add_product(scratch: Scratch, total_DF: Tensor, a_RD: Tensor, b_RF: Tensor) -> None:
-    """Add a' b, computed in the type of the total."""
-    a_RD, b_RF = (in_type(scratch, name, t, total_DF.dtype) for name, t in (("wide", a_RD), ("wide b", b_RF)))
-    total_DF.addmm_(a_RD.t(), b_RF)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,33 +22,25 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Softmax:
-    """o = (softmax(q k' + bias) * keep) v in each batch of a stack, forward and backward, on buffers that stay.
-
-    Making a view takes as long as a small product: all are made once.
+    """o = (softmax(q k' + bias) * keep) v in each batch of a stack, forward and backward.
 
     Args:
         scratch: where weights and their gradients go.
-        q_GPD, k_GPD, v_GPE: query, key and value; what they hold may change.
-        weights_GPP: memory for the weights (default: of the scratch).
+        q_GPD, k_GPD, v_GPE: query, key and value.
     """
 
-    def __init__(
-        self, scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, v_GPE: Tensor, weights_GPP: Tensor | None = None
-    ) -> None:
+    def __init__(self, scratch: Scratch, q_GPD: Tensor, k_GPD: Tensor, v_GPE: Tensor) -> None:
         self.scratch, self.q, self.k, self.v = scratch, q_GPD, k_GPD, v_GPE
         self.shape = q_GPD.shape[0], q_GPD.shape[1], q_GPD.shape[1]
-        self.weights = scratch("weights", *self.shape) if weights_GPP is None else weights_GPP
-        self._weights_t = self.weights.transpose(1, 2)
-        self.keep_all()
-        self._k_t, self._v_t = k_GPD.transpose(1, 2), v_GPE.transpose(1, 2)
-        self._dlogits: Tensor | None = None
+        self.weights = self._kept = scratch("weights", *self.shape)
+        self._keep: Tensor | None = None
 
-    def weigh(self, bias: Tensor | None = None, leading: tuple[int, ...] = ()) -> None:
+    def weigh(self, bias: Tensor | None, leading: tuple[int, ...]) -> None:
         """The weights; rows whose keys are all masked (bias -inf) become zero, not NaN.
 
         `bias` broadcasts to `(*leading, P, P)`, where `leading` multiplies to G.
         """
-        torch.bmm(self.q, self._k_t, out=self.weights)
+        torch.bmm(self.q, self.k.transpose(1, 2), out=self.weights)
         if bias is None:
             torch.softmax(self.weights, -1, out=self.weights)
             return
@@ -62,32 +48,23 @@ class Softmax:
         torch.softmax(self.weights, -1, out=self.weights)
         spread.masked_fill_((bias == -math.inf).all(-1, keepdim=True), 0.0)
 
-    def keep_all(self) -> None:
-        """The weights count as they are."""
-        self.keep: Tensor | None = None
-        self._dropped, self._dropped_t = self.weights, self._weights_t
-
     def drop(self, keep_GPP: Tensor) -> None:
         """From here on the weights count as multiplied by these factors."""
-        self.keep = keep_GPP
-        self._dropped = torch.mul(self.weights, keep_GPP, out=self.scratch("dropped", *self.shape))
-        self._dropped_t = self._dropped.transpose(1, 2)
+        self._keep = keep_GPP
+        self._kept = torch.mul(self.weights, keep_GPP, out=self.scratch("dropped", *self.shape))
 
     def attend(self, out_GPE: Tensor) -> Tensor:
-        return torch.bmm(self._dropped, self.v, out=out_GPE)
+        return torch.bmm(self._kept, self.v, out=out_GPE)
 
     def backward(self, grad_GPE: Tensor, dq_GPD: Tensor, dk_GPD: Tensor, dv_GPE: Tensor) -> Tensor:
         """Gradients of query, key and value into their places; returns the gradient of the logits."""
-        if self._dlogits is None:
-            self._dlogits = self.scratch("grad_weights", *self.shape)
-            self._dlogits_t = self._dlogits.transpose(1, 2)
-        torch.bmm(self._dropped_t, grad_GPE, out=dv_GPE)
-        dlogits = torch.bmm(grad_GPE, self._v_t, out=self._dlogits)
-        if self.keep is not None:
-            dlogits.mul_(self.keep)
+        torch.bmm(self._kept.transpose(1, 2), grad_GPE, out=dv_GPE)
+        dlogits = torch.bmm(grad_GPE, self.v.transpose(1, 2), out=self.scratch("grad_weights", *self.shape))
+        if self._keep is not None:
+            dlogits.mul_(self._keep)
         torch._softmax_backward_data(dlogits, self.weights, -1, dlogits.dtype, grad_input=dlogits)
         torch.bmm(dlogits, self.k, out=dq_GPD)
-        torch.bmm(self._dlogits_t, self.q, out=dk_GPD)
+        torch.bmm(dlogits.transpose(1, 2), self.q, out=dk_GPD)
         return dlogits
 
 
