@@ -1,7 +1,9 @@
 """Who shares a batch. The only place in the package where random batches are drawn."""
 
+import bisect
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -196,20 +198,17 @@ class Division:
         Together the blocks hold each item once. Holds O(`SPAN` + max_items) indices at a time.
         """
         bounds = [0, self.num_items] if self.ptr is None else self.ptr.tolist()
-        g = 0
-        while g < len(bounds) - 1:
-            n = bounds[g + 1] - bounds[g]
-            if n >= SORTED_BELOW or (n and self.ptr is None):
-                yield from self._blocks_of_graph(bounds[g], n, max_items, device)
-                g += 1
-                continue
-            end = g + 1
-            while end < len(bounds) - 1 and bounds[end + 1] - bounds[end] < SORTED_BELOW:
-                if bounds[end + 1] - bounds[g] > SORTED_SPAN:
-                    break
-                end += 1
-            yield from self._blocks_of_graphs(g, end, max_items, device)
-            g = end
+        sizes = [b - a for a, b in itertools.pairwise(bounds)]
+        large = [g for g, n in enumerate(sizes) if n >= (SORTED_BELOW if self.ptr is not None else 1)]
+        # Buffers that are large enough for the first serve all.
+        for g in sorted(large, key=sizes.__getitem__, reverse=True):
+            yield from self._blocks_of_graph(bounds[g], sizes[g], max_items, device)
+        for first, stop in itertools.pairwise([-1, *large, len(sizes)]):
+            g = first + 1
+            while g < stop:
+                end = max(g + 1, bisect.bisect_right(bounds, bounds[g] + SORTED_SPAN, g, stop + 1) - 1)
+                yield from self._blocks_of_graphs(g, end, max_items, device)
+                g = end
 
     def _blocks_of_graph(self, first: int, n: int, max_items: int, device: torch.device | None) -> Iterator[Tensor]:
         """Blocks of one graph, its order computed a span at a time."""

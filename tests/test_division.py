@@ -71,10 +71,11 @@ def test_graphs_are_divided_as_if_alone(graphs: list[int], p: int, seed: int) ->
     assert torch.equal(division.graph_of(division.order()).sort().values, division.graph_of(torch.arange(int(ptr[-1]))))
 
 
-def test_blocks_of_small_graphs_begin_with_the_largest() -> None:
+@pytest.mark.parametrize(("sizes", "p"), [(range(40), 12), (range(SORTED_BELOW, SORTED_BELOW + 80, 10), 10_000)])
+def test_blocks_begin_with_the_largest(sizes: range, p: int) -> None:
     """Buffers for the first then serve all."""
-    ptr = torch.arange(40).cumsum(0)
-    widths = [block.shape[1] for block in Division(int(ptr[-1]), 12, 3, ptr=ptr).blocks(50)]
+    ptr = torch.tensor([0, *sizes]).cumsum(0)
+    widths = [block.shape[1] for block in Division(int(ptr[-1]), p, 3, ptr=ptr).blocks(50)]
     assert widths == sorted(widths, reverse=True)
     assert len(set(widths)) > 5
 

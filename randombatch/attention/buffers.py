@@ -99,7 +99,9 @@ class Scratch:
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = self._cut(size * dtype.itemsize).view(dtype)
+            # Larger by far than the last one, which others still see: a growing row of requests adds up to little more.
+            size_now = size if buffer is None else max(size, 2 * buffer.numel())
+            buffer = self._buffers[name, dtype] = self._cut(size_now * dtype.itemsize).view(dtype)
         return buffer[:size]
 
     def constant(self, name: str, size: int, make: Callable[[int], Tensor]) -> Tensor:
@@ -128,6 +130,11 @@ class Scratch:
             if size <= self.SLAB_BYTES:
                 return self._spare.setdefault(self.device, []).pop()
         return new_rows(self._slab, max(size, self.SLAB_BYTES))
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop the slabs that wait."""
+        cls._spare.clear()
 
     def __del__(self) -> None:
         if self.device.type != "cpu" or not may_reuse():

@@ -32,10 +32,12 @@ def fold(
         How many parts remain (query and value, or query, key and value), their weight and bias, and what of the output
         bias is still to be added after the attention.
     """
-    wq, wk, wv = in_weight.chunk(3)
+    # Slices: what `chunk` returns makes torch's error about weights that were changed too early speak of views.
+    width = len(in_weight) // 3
+    wq, wk, wv = in_weight[:width], in_weight[width : 2 * width], in_weight[2 * width :]
     weights = [wk.t() @ (scale * wq), out_weight @ wv] if kernel == "softmax" else [wq, wk, out_weight @ wv]
     if in_bias is not None:
-        bq, bk, bv = in_bias.chunk(3)
+        bq, bk, bv = in_bias[:width], in_bias[width : 2 * width], in_bias[2 * width :]
         bv = out_weight @ bv
         if out_bias is not None and dropout_p == 0.0:
             # The weights of a row add up to one, so what is added to every value is added to the output.

@@ -113,12 +113,14 @@ class Layer:
 
         self._stream(saved, run, order=order)
 
-    def backward(self, grad: Tensor, saved: Tensor, dx_NF: Tensor) -> list[Tensor]:
-        """Write the gradient of x (`grad` may be its place); those of weights and biases, empty where there is none.
+    def backward(self, grad: Tensor, saved: Tensor, dx_NF: Tensor | None) -> list[Tensor]:
+        """Write the gradient of x if there is a place for it (`grad` may be that place).
+
+        Returns those of weights and biases, empty where there is none.
 
         The latter are sums over the blocks of a piece; those of all pieces are added up in float64.
         """
-        x, grads, dx = table(self.x), table(grad.contiguous()), table(dx_NF)
+        x, grads, dx = table(self.x), table(grad.contiguous()), None if dx_NF is None else table(dx_NF)
 
         def run(lane: Lane, block: LayerBlock, some: Some) -> None:
             self._backward_blocks(block.room, block.way_back(lane.sums), some, x, grads, dx)

@@ -77,6 +77,12 @@ _kept: OrderedDict[Any, _Kept] = OrderedDict()
 _lock = threading.Lock()
 
 
+def forget() -> None:
+    """Drop the lanes that are kept."""
+    with _lock:
+        _kept.clear()
+
+
 @contextmanager
 def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[list[Lane]]:
     """So many lanes for a layer: kept ones, or new ones."""

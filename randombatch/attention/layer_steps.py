@@ -138,8 +138,8 @@ def forward_blocks(room: Room, some: Some, x: Table, out: Table) -> None:
         put(out, some.homes[i], some.first_home[i], room.y)
 
 
-def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table, dx: Table) -> None:
-    """Write the input's gradient, and add to those of weights."""
+def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table, dx: Table | None) -> None:
+    """Write the input's gradient, if there is a place for it, and add to those of weights."""
     for i in range(len(some.rows)):
         x_RF = room.x.rows
         # What is kept may bring the rows of x along, to where they are expected.
@@ -155,8 +155,9 @@ def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table,
         factors: Tensor | None = None
         if len(some.factors) > 0:
             factors = some.factors[i]
-        backward(room, way, x_RF, grad_RF, factors)
-        put(dx, some.homes[i], some.first_home[i], way.dx)
+        backward(room, way, x_RF, grad_RF, factors, dx is not None)
+        if dx is not None:
+            put(dx, some.homes[i], some.first_home[i], way.dx)
 
 
 def take(to: Table, table: Table, rows: Tensor, first: int) -> Tensor:
@@ -216,7 +217,7 @@ def attend(room: Room, weights: Tensor) -> None:
         heads_last(room.attended, room.out, room.heads)
 
 
-def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: Tensor | None) -> None:
+def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: Tensor | None, needs_dx: bool) -> None:
     """From the output's gradient to the input's, of a block that is projected."""
     if room.b_out is not None:
         way.b_out_sum.add_(grad_RF.sum(0, dtype=way.b_out_sum.dtype))
@@ -243,12 +244,19 @@ def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: T
             way.dlogits.mul_(factors)
         torch._softmax_backward_data(way.dlogits, room.weights, -1, room.weights.dtype, grad_input=way.dlogits)
         torch.bmm(way.dlogits, key(room, x_RF), out=way.dq)
-        torch.bmm(way.dlogits.transpose(1, 2), room.q, out=way.dk)
+        if needs_dx or room.parts == 3:
+            torch.bmm(way.dlogits.transpose(1, 2), room.q, out=way.dk)
     else:
         sgformer_backward(room, way, grad_GPD)
     if room.heads > 1:
         heads_last(way.dprojected[0], way.dparts, room.heads)
     add_sums(room, way, x_RF)
+    if needs_dx:
+        add_dx(room, way)
+
+
+def add_dx(room: Room, way: WayBack) -> None:
+    """The input's gradient by way of the projections."""
     # With two parts the key's gradient is there already, to be added to.
     first = 0
     if room.parts == 3:

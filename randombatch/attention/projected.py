@@ -226,6 +226,7 @@ def projected_backward(
     mask: Tensor | None,
     order: Tensor | None,
     ids: Tensor | None,
+    needs_dx: bool,
     batch_size: int,
     heads: int,
     parts: int,
@@ -234,23 +235,23 @@ def projected_backward(
     block_rows: int,
     pieces: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, in_weight, in_bias, out_weight, out_bias (the last two empty where there is none).
+    """Gradients of x, in_weight, in_bias, out_weight, out_bias (empty where there is none, or none is needed).
 
     An `order` without `ptr` is that of the division which `seed` names.
     """
     division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-    dx_NF = layer.new_rows(x.shape[1])
+    dx_NF = layer.new_rows(x.shape[1]) if needs_dx else None
     sums = [s.to(in_weight.dtype, copy=True) for s in layer.backward(grad, saved, dx_NF)]
-    return dx_NF, sums[0], sums[1], sums[2], sums[3]
+    return x.new_empty(0) if dx_NF is None else dx_NF, sums[0], sums[1], sums[2], sums[3]
 
 
 @projected_backward.register_fake
-def _(grad, saved, x, in_weight, in_bias, out_weight, out_bias, *rest):
+def _(grad, saved, x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, needs_dx, *rest):
     given = in_weight, in_weight[:, 0], out_weight, out_bias
     sums = [in_weight.new_empty(0 if w is None else w.shape) for w in given]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *sums
+    return x.new_empty(x.shape if needs_dx else 0), *sums
 
 
 def _setup(ctx, inputs, output):
@@ -268,8 +269,10 @@ def _backward(ctx, grad, *_):
         return (None,) * len(ctx.needs_input_grad)
     *tensors, order, ids, saved, drawn = ctx.saved_tensors
     tensors += [drawn if drawn.numel() else order, ids]
-    gradients = projected_backward(grad, saved, *tensors, *ctx.rest)
-    there = (None if tensor is None else g for tensor, g in zip(tensors, gradients, strict=False))
+    needs_dx = ctx.needs_input_grad[0]
+    gradients = projected_backward(grad, saved, *tensors, needs_dx, *ctx.rest)
+    given = [tensors[0] if needs_dx else None, *tensors[1:]]
+    there = (None if tensor is None else g for tensor, g in zip(given, gradients, strict=False))
     return *there, *[None] * 14
 
 

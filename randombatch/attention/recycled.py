@@ -113,10 +113,12 @@ def recycle_memory() -> Recycler:
 
 
 def trim_memory() -> None:
-    """Give what nobody uses back to the kernel: holes in the C library's heap, and kept arrays that are gone.
+    """Give what nobody uses back to the kernel: holes in the C library's heap, kept arrays, blocks' buffers."""
+    # They import this file.
+    from randombatch.attention import buffers, layer_lane
 
-    The buffers of blocks stay, at most 32 MB for each thread.
-    """
+    layer_lane.forget()
+    buffers.Scratch.forget()
     _kept.release()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

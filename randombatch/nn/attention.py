@@ -20,8 +20,9 @@ class RandomBatchAttention(Draws, nn.Module):
 
     y = concat_h(attention_h(x W_q', x W_k', x W_v')) W_out', attention restricted to the item's batch. Time O(N p F +
     N F^2). Gathering, projections, attention and output projection run block by block and only the input is kept for
-    the backward pass (see `recompute`), so memory beyond output and gradients is some MB for each thread whatever N is.
-    Parameters are named and shaped as in `nn.MultiheadAttention`: a state dict of one loads into the other.
+    the backward pass (see `recompute`), so memory beyond output and gradients is some MB for each thread whatever N is
+    (as long as one batch, H p^2 numbers, is not more). Parameters are named and shaped as in `nn.MultiheadAttention`: a
+    state dict of one loads into the other.
 
     Args:
         embed_dim: F, width of input and output.

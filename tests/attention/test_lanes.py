@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from randombatch import RandomBatchAttention
-from randombatch.attention import lanes, layer, layer_lane
+from randombatch.attention import buffers, lanes, layer, layer_lane
 from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.attention.projected import projected_attention
+from randombatch.attention.recycled import trim_memory
 from tests.attention.test_projected import assert_same
 
 CPU = torch.device("cpu")
@@ -239,6 +240,21 @@ def test_small_graphs_under_a_large_batch_size_take_little_memory() -> None:
     small.load_state_dict(large.state_dict())
     ptr = torch.arange(0, 100_001, 10)
     torch.testing.assert_close(large(x, ptr=ptr), small(x, ptr=ptr))
+
+
+def test_trimming_gives_buffers_back() -> None:
+    RandomBatchAttention(8, batch_size=10)(torch.randn(100, 8))
+    assert layer_lane._kept
+    trim_memory()
+    assert not layer_lane._kept
+    assert not any(buffers.Scratch._spare.values())
+
+
+def test_buffers_that_grow_take_little_more_than_the_last() -> None:
+    scratch = buffers.Scratch(torch.device("cpu"), torch.float32)
+    for size in range(10**5, 10**7, 10**5):
+        scratch("one", size).zero_()
+    assert sum(map(len, scratch._slabs)) < 4 * 4 * 10**7
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -309,7 +309,51 @@ def test_gradcheck_and_opcheck() -> None:
     for recompute in (True, False):
         torch.library.opcheck(projected, (x, *weights, *tail, recompute, 64, 2))
     detached = [t.detach() for t in (torch.randn_like(x), x.new_empty(0), x, *weights) if t is not None]
-    torch.library.opcheck(projected_backward, (*detached, *tail, 64, 2))
+    for needs_dx in (True, False):
+        torch.library.opcheck(projected_backward, (*detached, *tail[:6], needs_dx, *tail[6:], 64, 2))
+
+
+@pytest.mark.parametrize("n", [12, 50])  # fewer rows are not folded
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_raw_features_get_no_gradient_and_take_no_memory_for_it(
+    kernel: str, heads: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weights = make(n, True)
+    made, new_rows = [], Layer.new_rows
+
+    def counted(self: Layer, width: int) -> Tensor:
+        made.append(width)
+        return new_rows(self, width)
+
+    monkeypatch.setattr(Layer, "new_rows", counted)
+    grad = torch.randn(n, WIDTH, dtype=torch.float64)
+    gradients = []
+    for recompute in (True, False):
+        for given in (x, x.detach()):
+            out = projected_attention(
+                given, *weights, torch.tensor(1), 7, heads=heads, kernel=kernel, recompute=recompute
+            )
+            gradients.append(torch.autograd.grad(out, weights, grad))
+    # Four outputs, and gradients of x where it wants one.
+    assert made == [WIDTH] * (4 + 2)
+    for others in gradients[1:]:
+        for a, b in zip(gradients[0], others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_weights_changed_before_the_backward_pass_are_noticed_or_do_no_harm(heads: int) -> None:
+    x, weights = make(50, True)
+    out = projected_attention(x, *weights, torch.tensor(1), 7, heads=heads)
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    with torch.no_grad():
+        weights[0].mul_(0.5)
+    if heads == 1:
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            out.sum().backward()
+    else:
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
 
 
 def test_a_zero_row_has_no_direction_and_no_gradient() -> None:
