@@ -32,11 +32,11 @@ def check_ptr(ptr: Tensor, num_items: int) -> Tensor:
     ptr = ptr.long()
     if ptr[0] != 0 or ptr[-1] != num_items or (ptr.diff() < 0).any():
         raise ValueError(
-            f"`ptr` must rise from 0 to the number of items {num_items}, got {_shorten(ptr.tolist())}: "
+            f"`ptr` must rise from 0 to the number of items {num_items}, got {shorten(ptr.tolist())}: "
             "graph g is the items ptr[g] to ptr[g + 1]"
         )
     return ptr
 
 
-def _shorten(values: list[int]) -> str:
+def shorten(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

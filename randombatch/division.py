@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch.checks import check_batch_size, check_generator, check_ptr
+from randombatch.checks import check_batch_size, check_generator, check_ptr, shorten
 from randombatch.given_batches import GivenBatches
 from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
 
@@ -81,7 +81,7 @@ class Division:
             raise TypeError(
                 f"`seed` must be an int, got {type(seed).__name__} {seed!r}: use Division.draw for a new one"
             )
-        self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
+        self._num_items, self._batch_size, self._seed = num_items, batch_size, seed
         # What operators are given: a compiled graph takes another seed without being compiled anew.
         with _normal_mode():
             self.key = torch.tensor(signed64(seed), device="cpu")
@@ -101,7 +101,8 @@ class Division:
         """The same division when item i is row `rows[i]` of some table: `order` then gives rows, `position` takes them.
 
         `rows` are distinct and may be some of the rows only. A table whose row r holds item ids[r] is divided as the
-        items are by `division.on_rows(torch.argsort(ids))`: same batches, same order inside each. Holds `rows`.
+        items are by `division.on_rows(torch.argsort(ids))`: same batches, same order inside each. Other rows come out
+        of attention as zero. Holds `rows`.
         """
         if self.rows is not None:
             raise ValueError("this division is on rows already: call `on_rows` of the division of the items")
@@ -109,7 +110,7 @@ class Division:
         if rows.shape != (self.num_items,):
             raise ValueError(f"`rows` must be {self.num_items} integers, got {rows.dtype} of shape {tuple(rows.shape)}")
         if rows.unique().numel() != self.num_items or (self.num_items and int(rows.min()) < 0):
-            raise ValueError("`rows` must be distinct and not negative")
+            raise ValueError(f"`rows` must be distinct and not negative, got {shorten(rows.tolist())}")
         with _normal_mode():
             return self._on_rows(rows.clone())
 
@@ -117,6 +118,19 @@ class Division:
         other = Division(self.num_items, self.batch_size, self.seed, ptr=self.ptr)
         other.rows = rows
         return other
+
+    # A value: what it is called does not change.
+    @property
+    def num_items(self) -> int:
+        return self._num_items
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def seed(self) -> int:
+        return self._seed
 
     @property
     def num_batches(self) -> int:
@@ -128,7 +142,7 @@ class Division:
         return tuple(self._layout(0, self._graphs[0].numel() - 1)[1].tolist())
 
     def order(self, start: int = 0, stop: int | None = None, device: torch.device | str | None = None) -> Tensor:
-        """Items in batch order from position `start` to `stop`, without computing the rest.
+        """Items in batch order from position `start` to `stop` (as in slices), without computing the rest.
 
         Batch k holds the positions from sum(sizes[:k]) on. Time and memory O(stop - start) (of whole graphs where
         they have fewer than 4096 items).
@@ -330,7 +344,9 @@ class Division:
             place = torch.searchsorted(table, rows).clamp_(max=max(0, self.num_items - 1))
             known = table[place] == rows if self.num_items else torch.zeros_like(rows, dtype=torch.bool)
         if not bool(known.all()):
-            raise ValueError(f"no such item: {int(rows[~known][0])} is not among the {self.num_items} that are divided")
+            raise ValueError(
+                f"`items` has no such item: {int(rows[~known][0])} is not among the {self.num_items} that are divided"
+            )
         return rows if self.rows is None else items[place]
 
     def __eq__(self, other: object) -> bool:

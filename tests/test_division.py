@@ -247,6 +247,12 @@ def test_is_not_changed_by_what_happens_to_its_boundaries() -> None:
     assert torch.equal(division.order(), before)
 
 
+@pytest.mark.parametrize("name", ["num_items", "batch_size", "seed"])
+def test_a_value_does_not_change(name: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(Division(10, 3, 0), name, 5)
+
+
 def test_bad_items_and_rows() -> None:
     with pytest.raises(ValueError, match="no such item: 10"):
         Division(10, 2, 0).position(torch.tensor([3, 10]))

@@ -64,6 +64,8 @@ def estimate_error(
     if not isinstance(batch_sizes, int | Iterable):
         raise TypeError(f"`batch_sizes` must be ints, got {type(batch_sizes).__name__} {batch_sizes!r}")
     batch_sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
+    if not batch_sizes:
+        raise ValueError("`batch_sizes` is empty: give at least one")
     if not isinstance(self_correction, bool):
         raise TypeError(f"`self_correction` must be True or False, got {self_correction!r}")
     check_generator(generator)
@@ -75,7 +77,7 @@ def estimate_error(
     if not q.numel():
         raise ValueError("there is nothing to estimate from an empty input")
     for p in batch_sizes:
-        check_batch_size(p, length)
+        check_batch_size(p, length, "batch_sizes")
     scale = q.shape[2] ** -0.5
     seed = int(draw_seed(generator))
     chosen = Division(length, max(2, length), seed).order(0, min(sample, length), device=q.device)

@@ -93,8 +93,10 @@ def random_batch_attention(
 def _check_options(dropout_p: float, scale: float | None, **flags: bool) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         # A tuple: torch 2.9 cannot compile a union of types.
-        if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+        if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"`{name}` must be a number, got {type(number).__name__} {number!r}")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"`scale` must be finite, got {scale}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"`dropout_p` must lie in [0, 1], got {dropout_p}")
     for name, flag in flags.items():
@@ -127,7 +129,11 @@ def _canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
         if query.shape[:-3] != key.shape[:-3] or key.shape[-3] < 1 or query.shape[-3] % key.shape[-3]:
             raise ValueError(f"the query's heads must be a multiple of the key's, got leading dimensions {leading}")
     elif not (query.shape[:-2] == key.shape[:-2] == value.shape[:-2]):
-        raise ValueError(f"query, key and value must agree in their leading dimensions, got {leading}")
+        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in leading.items())
+        raise ValueError(
+            f"query, key and value must agree in their leading dimensions, got {shapes}: "
+            "for fewer heads of key and value set `enable_gqa=True`"
+        )
 
     def view(x: Tensor) -> Tensor:
         if x.dim() == 3 and not enable_gqa:
@@ -195,6 +201,8 @@ def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor
     check_dense("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"`attn_mask` must be boolean (True = may attend) or floating point, got {attn_mask.dtype}")
+    if attn_mask.is_floating_point() and attn_mask.dtype != query.dtype and autocast_type(query) is None:
+        raise TypeError(f"`attn_mask` is {attn_mask.dtype} but `query` is {query.dtype}: convert one of them")
     full = (*query.shape[:-1], query.shape[-2])
     if attn_mask.device != query.device:
         raise ValueError(f"`attn_mask` is on {attn_mask.device} but `query` on {query.device}: move it there")

@@ -26,6 +26,8 @@ def check_numbers(name: str, x: Tensor) -> None:
 
 
 def check_dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(f"`{name}` must be a dense tensor, got a nested one: pad it and describe it by a mask")
     if x.layout != torch.strided:
         raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
 

@@ -73,7 +73,10 @@ class RandomBatchAttention(Draws, nn.Module):
             raise TypeError(f"`dropout` must be a number, got {dropout!r}")
         if block_rows is not None and block_rows < 1:
             raise ValueError(f"`block_rows` must be at least 1, got {block_rows}")
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            if number < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {number}")
+        if embed_dim % num_heads:
             raise ValueError(f"`embed_dim` must be a multiple of `num_heads`, got {embed_dim} and {num_heads}")
         if kernel not in KERNELS:
             raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")

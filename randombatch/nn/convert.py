@@ -112,6 +112,8 @@ def convert(
 
 def converted(model: nn.Module) -> dict[str, str]:
     """What `convert` replaced (and what else computes random batches), by name of the module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     pyg, hf = _installed("torch_geometric", "pyg"), _installed("transformers", "hf")
     ours = _OURS if pyg is None else (*_OURS, *pyg.ATTENTIONS.values())
     found = {

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from randombatch.checks import check_batch_size
 from randombatch.division import draw_seed, fold_in
 
 
@@ -17,20 +18,26 @@ class Draws:
 
     eval_rounds: int = 1
     eval_seed: int = 0
+    batch_size: int
     training: bool
 
     def seeds(self) -> list[Tensor]:
         """The seeds of this forward's divisions, 0-d int64 on the CPU; the results are averaged."""
-        if self.training:
-            return [draw_seed()]
-        return fixed_seeds(self.eval_seed, self.eval_rounds, "eval_rounds")
+        # It may have been set since the module was made; a call that is refused must not have drawn anything.
+        check_batch_size(self.batch_size)
+        _check_rounds(self.eval_rounds, "eval_rounds")
+        return [draw_seed()] if self.training else fixed_seeds(self.eval_seed, self.eval_rounds, "eval_rounds")
 
 
 def fixed_seeds(seed: int, rounds: int, name: str) -> list[Tensor]:
     """Those of an evaluation over so many rounds, which users know by this name."""
+    _check_rounds(rounds, name)
+    return [torch.tensor(fold_in(seed, i), device="cpu") for i in range(rounds)]
+
+
+def _check_rounds(rounds: int, name: str) -> None:
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {rounds!r}")
-    return [torch.tensor(fold_in(seed, i), device="cpu") for i in range(rounds)]
 
 
 def mean(results: list[Tensor]) -> Tensor:

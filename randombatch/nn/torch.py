@@ -50,7 +50,11 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         if self.witness is not None:
             self.witness.add()
         if isinstance(query, Tensor) and query.is_nested:
-            raise ValueError("nested tensors are not supported: pass a padded tensor with `key_padding_mask`")
+            raise ValueError(
+                "nested tensors are not supported: pass a padded tensor with `key_padding_mask`. An "
+                "nn.TransformerEncoder makes nested ones of such: convert it as a whole, not layer by layer, or "
+                "make it with `enable_nested_tensor=False`"
+            )
         check_numbers("query", query)
         if not _is_same(query, key) or not _is_same(query, value):
             raise ValueError(

@@ -150,7 +150,7 @@ def test_bad_arguments() -> None:
         estimate_error(*qkv, [16], sample=2.5)
     with pytest.raises(ValueError, match="`rounds` must be an int of at least 1, got 0"):
         estimate_error(*qkv, [16], rounds=0)
-    with pytest.raises(ValueError, match="`batch_size` must be at least 2"):
+    with pytest.raises(ValueError, match="`batch_sizes` must be at least 2"):
         estimate_error(*qkv, [1])
     with pytest.raises(ValueError, match="nothing to estimate"):
         estimate_error(*(x[:0] for x in qkv), [16])
@@ -159,9 +159,10 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "error", "message"),
     [
-        ([4, 1], {}, ValueError, "`batch_size` must be at least 2, got 1"),
-        ([4.0], {}, TypeError, "`batch_size` must be an int, got float 4.0"),
+        ([4, 1], {}, ValueError, "`batch_sizes` must be at least 2, got 1"),
+        ([4.0], {}, TypeError, "`batch_sizes` must be an int, got float 4.0"),
         (None, {}, TypeError, "`batch_sizes` must be ints, got NoneType None"),
+        ([], {}, ValueError, "`batch_sizes` is empty"),
         ([4], {"self_correction": "yes"}, TypeError, "`self_correction` must be True or False, got 'yes'"),
         ([4], {"generator": 3}, TypeError, "`generator` must be a torch.Generator, got int"),
     ],

@@ -229,6 +229,7 @@ def test_without_rows_every_parameter_gets_a_gradient() -> None:
         ({"num_heads": True}, TypeError, "`num_heads` must be an int, got True"),
         ({"block_rows": 1.5}, TypeError, "`block_rows` must be an int, got 1.5"),
         ({"block_rows": -1}, ValueError, "`block_rows` must be at least 1, got -1"),
+        ({"num_heads": 0}, ValueError, "`num_heads` must be at least 1, got 0"),
         ({"num_heads": 3}, ValueError, "`embed_dim` must be a multiple of `num_heads`, got 8 and 3"),
         ({"kernel": "linear"}, ValueError, "`kernel` must be one of softmax, sgformer, got 'linear'"),
         ({"dropout": 1.0}, ValueError, r"`dropout` must lie in \[0, 1\)"),
@@ -314,10 +315,25 @@ def test_layers_of_a_stack_that_are_numbered_mix_in_evaluation(wrap: bool) -> No
 
 @pytest.mark.parametrize(("size", "error"), [(2.5, TypeError), (True, TypeError), (1, ValueError)])
 def test_a_batch_size_that_is_set_later_is_checked(size: Any, error: type[Exception]) -> None:
+    for layer in (RandomBatchAttention(8, 2, 4), rb.RandomBatch(nn.Linear(8, 8), 4)):
+        layer.batch_size = size
+        state = torch.get_rng_state()
+        with pytest.raises(error, match="`batch_size` must be"):
+            layer(torch.zeros(10, 8))
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_rounds_that_are_none_are_refused_in_training_too() -> None:
     layer = RandomBatchAttention(8, 2, 4)
-    layer.batch_size = size
-    with pytest.raises(error, match="`batch_size` must be"):
-        layer(torch.randn(10, 8))
+    layer.eval_rounds = 0
+    with pytest.raises(ValueError, match="`eval_rounds` must be an int of at least 1, got 0"):
+        layer(torch.zeros(10, 8))
+
+
+def test_nested_tensors_are_refused_with_a_way_out() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    with pytest.raises(TypeError, match="got a nested one: pad it"):
+        RandomBatchAttention(8, 2, 4)(nested)
 
 
 @pytest.mark.parametrize(

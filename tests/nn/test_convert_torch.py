@@ -392,3 +392,17 @@ def test_a_layer_that_is_called_again_is_warned_of_and_rounds_help() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers(x)
+
+
+def test_an_encoder_converted_layer_by_layer_says_what_to_do_about_nested_tensors() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    encoder.layers[0] = convert(encoder.layers[0], 4)
+    padding = torch.zeros(2, 10, dtype=torch.bool)
+    padding[0, 6:] = True
+    with torch.no_grad(), pytest.raises(ValueError, match="convert it as a whole, not layer by layer"):
+        encoder(torch.randn(2, 10, 8), src_key_padding_mask=padding)
+
+
+def test_what_is_no_module_has_nothing_converted() -> None:
+    with pytest.raises(TypeError, match="`model` must be an nn.Module, got int"):
+        converted(3)
