@@ -160,14 +160,14 @@ def put_rows(table_ND: Tensor, rows: Tensor, values: Tensor) -> None:
     """Values go to these rows of a contiguous table; on the CPU by NumPy, which copies a row as one item."""
     values = values.to(table_ND.dtype).contiguous()
     if table_ND.device.type == "cpu" and table_ND.shape[1]:
-        _items(table_ND).put(rows.numpy().reshape(-1), _items(values))
+        _items(table_ND).put(rows.flatten().numpy(), _items(values))
     else:
         table_ND.index_copy_(0, rows.flatten(), values)
 
 
 def _items(rows_ND: Tensor) -> np.ndarray:
     """Contiguous rows as items."""
-    size = rows_ND.shape[1] * rows_ND.element_size()
-    # A single number counts as contiguous whatever its stride, which `view` would stumble over.
-    flat = rows_ND.detach().as_strided((rows_ND.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().view(f"V{size}")
+    rows_ND = rows_ND.detach()
+    # NumPy does not know it.
+    numbers = (rows_ND.view(torch.int16) if rows_ND.dtype == torch.bfloat16 else rows_ND).numpy()
+    return numbers.view(f"V{numbers.shape[1] * numbers.itemsize}")

@@ -106,10 +106,12 @@ class Layer:
 
     def forward(self, out_NF: Tensor, saved: Tensor, order: Tensor | None = None) -> None:
         """Write the output, what is to be `saved` unless that is empty, and the rows of all blocks into `order`."""
-        x, out = table(self.x), table(out_NF)
+        x = table(self.x)
 
-        def run(_: Lane, block: LayerBlock, some: Some) -> None:
-            self._forward_blocks(block.room, some, x, out)
+        def run(lane: Lane, block: LayerBlock, some: Some) -> None:
+            results = lane.results(len(some.rows), block.rows, out_NF.shape[1])
+            self._forward_blocks(block.room, some, x, results)
+            put(out_NF, some, results)
 
         self._stream(saved, run, order=order)
 
@@ -120,10 +122,13 @@ class Layer:
 
         The latter are sums over the blocks of a piece; those of all pieces are added up in float64.
         """
-        x, grads, dx = table(self.x), table(grad.contiguous()), None if dx_NF is None else table(dx_NF)
+        x, grads = table(self.x), table(grad.contiguous())
 
         def run(lane: Lane, block: LayerBlock, some: Some) -> None:
-            self._backward_blocks(block.room, block.way_back(lane.sums), some, x, grads, dx)
+            results = None if dx_NF is None else lane.results(len(some.rows), block.rows, dx_NF.shape[1])
+            self._backward_blocks(block.room, block.way_back(lane.sums), some, x, grads, results)
+            if dx_NF is not None and results is not None:
+                put(dx_NF, some, results)
 
         totals = Sums(self.weights, torch.float64)
         self._stream(saved, run, totals.flat.add_)
@@ -140,8 +145,8 @@ class Layer:
         # A batch that is larger than that is a block by itself.
         num_blocks = min(-(-self.division.num_items // self.block_rows), self.division.num_batches)
 
-        # Factors take as much as weights do, of which there is room for one block.
-        most = 1 if self.dropout_p else LONGEST
+        # Factors take as much as weights do, of which there is room for one block; on accelerators blocks are large.
+        most = LONGEST if self.x.device.type == "cpu" and not self.dropout_p else 1
 
         def compute(lane: Lane, piece: Piece) -> Tensor | None:
             for (batches, size), same in itertools.groupby(piece, lambda block: tuple(block[1].shape)):
@@ -215,3 +220,17 @@ class Layer:
         every = self.division.blocks(rows, device)
         while run := list(itertools.islice(every, length)):
             yield run
+
+
+def put(table_ND: Tensor, some: Some, results: Tensor) -> None:
+    """Results of several blocks go to where they belong.
+
+    By NumPy, which copies a row as one item: twice as fast as torch, and outside of the steps, which have no Python.
+    """
+    blocks, rows, _ = results.shape
+    first, total = some.first_home[0], blocks * rows
+    if first >= 0 and some.first_home == list(range(first, first + total, rows)):
+        table_ND[first : first + total].copy_(results.flatten(0, 1))
+    else:
+        homes = torch.cat(some.homes) if blocks > 1 else some.homes[0]
+        buffers.put_rows(table_ND, homes, results.flatten(0, 1))

@@ -109,7 +109,6 @@ class LayerBlock:
         out = scratch("out", *self.groups)
         side_by_side = self.rows, heads * self.groups[2]
         attended = out.view(side_by_side) if heads == 1 else scratch("attended", *side_by_side)
-        y = attended if weights.w_out is None else scratch("y", self.rows, weights.out_width)
         self.room = Room(
             softmax=softmax,
             heads=heads,
@@ -128,7 +127,6 @@ class LayerBlock:
             weights=softmax_weights.view(batches * heads, size, size) if softmax else softmax_weights,
             out=out,
             attended=attended,
-            y=table(y),
             sums=[] if softmax else self._sgformer_sums(),
         )
 
@@ -146,8 +144,7 @@ class LayerBlock:
     def _make_way_back(self, sums: Sums) -> WayBack:
         weights, scratch, rows = self.weights, self.scratch, self.rows
         groups, size, width = self.groups
-        softmax, features = self.room.softmax, weights.w_in.shape[1]
-        dx = scratch("dx", rows, features)
+        softmax = self.room.softmax
         dparts = scratch("grad_parts", weights.parts, *self.groups)
         if weights.heads == 1:
             dprojected = dparts.flatten(1, 2)
@@ -161,12 +158,11 @@ class LayerBlock:
             dlogits=scratch("grad_weights", groups, size, size) if softmax else none,
             dparts=dparts,
             dq=dparts[0],
-            dk=dparts[1] if weights.parts == 3 else dx.view(self.groups),
+            dk=dparts[1] if weights.parts == 3 else None,
             dv=dparts[-1],
             dprojected=dprojected,
             w_in=list(weights.w_in.chunk(len(dprojected))),
             dsums=[] if softmax else [scratch("dkv", groups, width, width), scratch("dsum", groups, 1, width)],
-            dx=table(dx),
             ones=weights.w_in.new_ones(1, rows).expand(len(dprojected), -1, -1),
             w_in_sums=sums.w_in_parts,
             b_in_sums=sums.b_in_parts,

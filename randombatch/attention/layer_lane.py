@@ -44,6 +44,10 @@ class Lane:
                 found = self.blocks[batches, size] = LayerBlock(self.weights, self.scratch, batches, size)
         return found
 
+    def results(self, blocks: int, rows: int, width: int) -> Tensor:
+        """Room for what so many blocks of one shape come to."""
+        return self.scratch("results", blocks, rows, width)
+
     def prepare(self, batches: int, size: int, *, backward: bool) -> None:
         """Make what a pass over blocks of this shape needs."""
         block = self.block(batches, size)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Copies of whole rows go by items of 16 bytes where they can: torch takes and puts item by item.
+# Whole rows are taken as items of 16 bytes where they can: torch takes them item by item.
 WIDE = torch.complex128
 
 
@@ -42,7 +42,6 @@ class Room(NamedTuple):
         q, k, v: `(G, P, D)`, views of the projections; no k if the input is the key.
         weights: of the softmax, `(G, P, P)`.
         out: what was attended to, `(G, P, D)`; `attended` is the same as `(R, H D)`.
-        y: output.
         sums: of SGFormer's kernel: norms of q and k, k' v, sum of k, denominators.
     """
 
@@ -63,7 +62,6 @@ class Room(NamedTuple):
     weights: Tensor
     out: Tensor
     attended: Tensor
-    y: Table
     sums: list[Tensor]
 
 
@@ -74,8 +72,8 @@ class WayBack(NamedTuple):
         grad: rows of the output's gradient.
         dattended, dout: gradient of what was attended to, `(R, H D)` and `(G, P, D)`.
         dlogits: `(G, P, P)`.
-        dparts: gradients of the projections, `(parts, G, P, D)`, which lie in `dq`, `dk` and `dv`; with two parts the
-            key's is that of the input.
+        dparts: gradients of the projections, `(parts, G, P, D)`, which lie in `dq`, `dk` and `dv`; no `dk` if the input
+            is the key, whose gradient it is part of.
         dprojected: the same as products take them, `(parts, R, D)` for one head, else `(1, R, W)`.
         w_in: the weights that belong to them.
         dsums: of SGFormer's kernel.
@@ -89,12 +87,11 @@ class WayBack(NamedTuple):
     dlogits: Tensor
     dparts: Tensor
     dq: Tensor
-    dk: Tensor
+    dk: Tensor | None
     dv: Tensor
     dprojected: Tensor
     w_in: list[Tensor]
     dsums: list[Tensor]
-    dx: Table
     ones: Tensor
     w_in_sums: Tensor
     b_in_sums: Tensor
@@ -121,25 +118,19 @@ class Some(NamedTuple):
     factors: list[Tensor]
 
 
-def forward_blocks(room: Room, some: Some, x: Table, out: Table) -> None:
-    """Write the output's rows, and what is to be kept."""
+def forward_blocks(room: Room, some: Some, x: Table, results: Tensor) -> None:
+    """Write each block's output to `results`, `(blocks, R, output width)`, and what is to be kept."""
     for i in range(len(some.rows)):
         x_RF = take(room.x, x, some.rows[i], some.first[i])
         project(room, x_RF)
         if len(some.kept) > 0:
             kept = some.kept[i]
             kept.copy_(room.held[room.held.numel() - kept.numel() :])
-        attend(room, room.weights if len(some.factors) == 0 else room.weights * some.factors[i])
-        w_out, b_out = room.w_out, room.b_out
-        if w_out is not None:
-            linear(room.y.rows, room.attended, w_out.t(), b_out)
-        elif b_out is not None:
-            room.attended.add_(b_out)
-        put(out, some.homes[i], some.first_home[i], room.y)
+        output(room, room.weights if len(some.factors) == 0 else room.weights * some.factors[i], results[i])
 
 
-def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table, dx: Table | None) -> None:
-    """Write the input's gradient, if there is a place for it, and add to those of weights."""
+def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table, results: Tensor | None) -> None:
+    """Write the input's gradient to `results`, `(blocks, R, F)`, if it is needed, and add to those of weights."""
     for i in range(len(some.rows)):
         x_RF = room.x.rows
         # What is kept may bring the rows of x along, to where they are expected.
@@ -155,9 +146,10 @@ def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table,
         factors: Tensor | None = None
         if len(some.factors) > 0:
             factors = some.factors[i]
-        backward(room, way, x_RF, grad_RF, factors, dx is not None)
-        if dx is not None:
-            put(dx, some.homes[i], some.first_home[i], way.dx)
+        dx_RF: Tensor | None = None
+        if results is not None:
+            dx_RF = results[i]
+        backward(room, way, x_RF, grad_RF, factors, dx_RF)
 
 
 def take(to: Table, table: Table, rows: Tensor, first: int) -> Tensor:
@@ -172,16 +164,6 @@ def take(to: Table, table: Table, rows: Tensor, first: int) -> Tensor:
     else:
         to.rows.copy_(torch.ops.aten.index_select(table.rows, 0, rows))
     return to.rows
-
-
-def put(table: Table, rows: Tensor, first: int, values: Table) -> None:
-    """The inverse."""
-    if first >= 0:
-        table.rows[first : first + rows.numel()].copy_(values.rows)
-    elif table.wide.dtype == values.wide.dtype:
-        table.wide.index_copy_(0, rows, values.wide)
-    else:
-        table.rows.index_copy_(0, rows, values.rows.to(table.rows.dtype))
 
 
 def linear(out: Tensor, x: Tensor, weight_t: Tensor, bias: Tensor | None) -> None:
@@ -208,16 +190,35 @@ def project(room: Room, x_RF: Tensor) -> None:
         torch.softmax(room.weights, -1, out=room.weights)
 
 
-def attend(room: Room, weights: Tensor) -> None:
-    if room.softmax:
-        torch.bmm(weights, room.v, out=room.out)
+def output(room: Room, weights: Tensor, y: Tensor) -> None:
+    """A block's output."""
+    w_out, b_out = room.w_out, room.b_out
+    if w_out is not None:
+        attend(room, weights, room.out)
+        linear(y, room.attended, w_out.t(), b_out)
+        return
+    if room.heads == 1:
+        attend(room, weights, y.view(room.out.size()))
     else:
-        sgformer(room)
+        attend(room, weights, room.out)
+        y.copy_(room.attended)
+    if b_out is not None:
+        y.add_(b_out)
+
+
+def attend(room: Room, weights: Tensor, to: Tensor) -> None:
+    """What is attended to; of several heads also as `attended`, for which `to` is `out`."""
+    if room.softmax:
+        torch.bmm(weights, room.v, out=to)
+    else:
+        sgformer(room, to)
     if room.heads > 1:
-        heads_last(room.attended, room.out, room.heads)
+        heads_last(room.attended, to, room.heads)
 
 
-def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: Tensor | None, needs_dx: bool) -> None:
+def backward(
+    room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: Tensor | None, dx_RF: Tensor | None
+) -> None:
     """From the output's gradient to the input's, of a block that is projected."""
     if room.b_out is not None:
         way.b_out_sum.add_(grad_RF.sum(0, dtype=way.b_out_sum.dtype))
@@ -225,7 +226,7 @@ def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: T
     w_out = room.w_out
     # What was attended to is needed for an output projection's gradient, or for its own denominators'.
     if w_out is not None or not room.softmax:
-        attend(room, weights)
+        attend(room, weights, room.out)
     if w_out is not None:
         wide = way.w_out_sum.dtype
         way.w_out_sum.addmm_(grad_RF.to(wide).t(), room.attended.to(wide))
@@ -244,26 +245,29 @@ def backward(room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: T
             way.dlogits.mul_(factors)
         torch._softmax_backward_data(way.dlogits, room.weights, -1, room.weights.dtype, grad_input=way.dlogits)
         torch.bmm(way.dlogits, key(room, x_RF), out=way.dq)
-        if needs_dx or room.parts == 3:
-            torch.bmm(way.dlogits.transpose(1, 2), room.q, out=way.dk)
+        dk = way.dk
+        if dk is not None:
+            torch.bmm(way.dlogits.transpose(1, 2), room.q, out=dk)
+        elif dx_RF is not None:
+            torch.bmm(way.dlogits.transpose(1, 2), room.q, out=dx_RF.view(room.q.size()))
     else:
         sgformer_backward(room, way, grad_GPD)
     if room.heads > 1:
         heads_last(way.dprojected[0], way.dparts, room.heads)
     add_sums(room, way, x_RF)
-    if needs_dx:
-        add_dx(room, way)
+    if dx_RF is not None:
+        add_dx(room, way, dx_RF)
 
 
-def add_dx(room: Room, way: WayBack) -> None:
+def add_dx(room: Room, way: WayBack, dx_RF: Tensor) -> None:
     """The input's gradient by way of the projections."""
     # With two parts the key's gradient is there already, to be added to.
     first = 0
     if room.parts == 3:
-        torch.mm(way.dprojected[0], way.w_in[0], out=way.dx.rows)
+        torch.mm(way.dprojected[0], way.w_in[0], out=dx_RF)
         first = 1
     for i in range(first, len(way.w_in)):
-        way.dx.rows.addmm_(way.dprojected[i], way.w_in[i])
+        dx_RF.addmm_(way.dprojected[i], way.w_in[i])
 
 
 def add_sums(room: Room, way: WayBack, x_RF: Tensor) -> None:
@@ -284,7 +288,7 @@ def heads_last(to_RW: Tensor, x: Tensor, heads: int) -> None:
     to_RW.view(x.size()).copy_(x)
 
 
-def sgformer(room: Room) -> None:
+def sgformer(room: Room, to: Tensor) -> None:
     """SGFormer's attention, o_i = (sum_j <q_i, k_j> v_j + P v_i) / (sum_j <q_i, k_j> + P) with q, k of norm one.
 
     `q` and `k` are normalised in place; linear in P.
@@ -294,8 +298,8 @@ def sgformer(room: Room) -> None:
     normalise(room.q, room.sums[0])
     normalise(k, room.sums[1])
     sgformer_sums(room, k)
-    torch.bmm(room.q, room.sums[2], out=room.out)
-    room.out.add_(room.v, alpha=room.q.size(1)).div_(room.sums[4])
+    torch.bmm(room.q, room.sums[2], out=to)
+    to.add_(room.v, alpha=room.q.size(1)).div_(room.sums[4])
 
 
 def normalise(x_GPD: Tensor, norm_GP1: Tensor) -> None:
@@ -317,8 +321,9 @@ def sgformer_backward(room: Room, way: WayBack, grad_GPD: Tensor) -> None:
 
     `grad` is overwritten.
     """
-    k = room.k
+    k, dk = room.k, way.dk
     assert k is not None
+    assert dk is not None
     q_norm, k_norm, kv_GDD, k_sum_GD, den_GP1 = room.sums
     dkv_GDD, dsum_G1D = way.dsums
     grad_GPD.div_(den_GP1)
@@ -326,12 +331,12 @@ def sgformer_backward(room: Room, way: WayBack, grad_GPD: Tensor) -> None:
     torch.bmm(grad_GPD, kv_GDD.transpose(1, 2), out=way.dq)
     way.dq.baddbmm_(dden_GP1, k_sum_GD.unsqueeze(1))
     torch.bmm(room.q.transpose(1, 2), grad_GPD, out=dkv_GDD)
-    torch.bmm(room.v, dkv_GDD.transpose(1, 2), out=way.dk)
-    way.dk.add_(torch.bmm(dden_GP1.transpose(1, 2), room.q, out=dsum_G1D))
+    torch.bmm(room.v, dkv_GDD.transpose(1, 2), out=dk)
+    dk.add_(torch.bmm(dden_GP1.transpose(1, 2), room.q, out=dsum_G1D))
     torch.bmm(k, dkv_GDD, out=way.dv)
     way.dv.add_(grad_GPD, alpha=room.q.size(1))
     along_norm(way.dq, room.q, q_norm)
-    along_norm(way.dk, k, k_norm)
+    along_norm(dk, k, k_norm)
 
 
 def along_norm(dx_GPD: Tensor, x_GPD: Tensor, norm_GP1: Tensor) -> None:

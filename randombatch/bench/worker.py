@@ -4,6 +4,7 @@ Requests: `{"do": "memory"}` and `{"do": "time"}`. Run by `bench.processes`, nev
 """
 
 import contextlib
+import statistics
 import time
 from typing import Any
 
@@ -15,6 +16,9 @@ from randombatch.bench.processes import serve
 from randombatch.bench.step import TrainingStep
 from randombatch.machine import Peak
 
+# Seconds that are timed for one request.
+AT_LEAST = 0.1
+
 
 class Layer:
     """One attention layer, forward and backward."""
@@ -25,8 +29,14 @@ class Layer:
         self.grad = torch.randn(sizes.nodes, sizes.dim)
 
     def time(self) -> dict[str, float]:
-        """Seconds of one forward, and of forward plus backward."""
-        return self._step(self.x, self.grad)
+        """Seconds of one forward, and of forward plus backward.
+
+        Short steps follow each other as in training, and count by their mean: after a pause threads have to be woken.
+        """
+        steps = [self._step(self.x, self.grad)]
+        while sum(step["train_s"] for step in steps) < AT_LEAST:
+            steps.append(self._step(self.x, self.grad))
+        return {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
 
     def memory(self) -> dict[str, float]:
         """Peak of resident memory in one step beyond input, weights, output and their gradients."""

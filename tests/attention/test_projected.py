@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from randombatch import Division
 from randombatch.attention import layer_steps, naive_attention, naive_sgformer
-from randombatch.attention.layer import Layer
+from randombatch.attention.layer import Layer, blocks_per_piece, put
+from randombatch.attention.layer_steps import Some
 from randombatch.attention.projected import _few_rows, projected, projected_attention, projected_backward
 from randombatch.attention.rows import divide_rows
+from randombatch.given_batches import GivenBatches
 
 WIDTH = 8
 
@@ -156,6 +158,37 @@ def test_steps_compute_the_same_compiled_or_not(
         results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_results_of_several_blocks_go_to_their_rows_together(dtype: torch.dtype, kernel: str, in_order: bool) -> None:
+    n, p = 1001, 7
+    assert blocks_per_piece(n // p) > 2
+    x, weights = make(n, True, dtype)
+    leaves = [t for t in (x, *weights) if t is not None]
+    division = Division(n, p, 3)
+    batches = GivenBatches(None, division.starts, p, 3) if in_order else division
+    grad, results = torch.randn(n, WIDTH, dtype=dtype), []
+    for block_rows in (p, n):
+        out = projected_attention(x, *weights, None, p, kernel=kernel, division=batches, block_rows=block_rows)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    # Sums over rows, in another order.
+    near = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {}
+    for several, single in zip(*results, strict=True):
+        torch.testing.assert_close(several, single, **near)
+
+
+@pytest.mark.parametrize("first_home", [[4, 6, 8], [4, 8, 6], [6, 4, 8], [-1, -1, -1], [-1, 6, 8]])
+def test_results_are_put_where_they_belong(first_home: list[int]) -> None:
+    homes = [torch.tensor([7, 1]) if first < 0 else torch.arange(first, first + 2) for first in first_home]
+    if first_home[1] < 0:
+        homes = [torch.tensor(pair) for pair in ([9, 2], [3, 0], [5, 4])]
+    table, results = torch.zeros(10, 3), torch.randn(3, 2, 3)
+    put(table, Some(rows=homes, homes=homes, first=first_home, first_home=first_home, kept=[], factors=[]), results)
+    expected = torch.zeros(10, 3).index_copy_(0, torch.cat(homes), results.flatten(0, 1))
+    assert torch.equal(table, expected)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

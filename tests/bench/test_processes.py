@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from randombatch.bench.processes import running
+from randombatch.bench.worker import AT_LEAST, Layer
 
 NOISY = """
 import os, sys
@@ -35,3 +36,17 @@ def test_a_process_that_ends_says_why() -> None:
     wrong = "process of 'ours' ended: ValueError: `embed_dim` must be a multiple"
     with pytest.raises(RuntimeError, match=wrong), running(settings):
         pass
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.3 * AT_LEAST, 4), (2 * AT_LEAST, 1)])
+def test_short_steps_are_repeated_and_averaged(monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int) -> None:
+    layer = Layer({"contender": "ours", "nodes": 10, "dim": 4, "heads": 1, "batch_size": 4})
+    taken: list[float] = []
+
+    def step(*_) -> dict[str, float]:
+        taken.append(len(taken))
+        return {"forward_s": float(taken[-1]), "train_s": seconds}
+
+    monkeypatch.setattr(layer, "_step", step)
+    assert layer.time() == {"forward_s": (steps - 1) / 2, "train_s": pytest.approx(seconds)}
+    assert len(taken) == steps
