@@ -134,7 +134,7 @@ class Division:
 
     @property
     def num_batches(self) -> int:
-        return int(self._graphs[1][-1])
+        return -(-self.num_items // self.batch_size) if self.ptr is None else int(self._graphs[1][-1])
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:

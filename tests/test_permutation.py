@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from randombatch import fold_in
-from randombatch.permutation import SORTED_BELOW, Permutation, hash64, sorted_order
+from randombatch.permutation import SORTED_BELOW, Permutation, hash64, inverse_network, network, sorted_order
 
 SIZES = [1, 2, 3, 100, SORTED_BELOW - 1, SORTED_BELOW, SORTED_BELOW + 1, 5000, 65536, 65537, 99991]
 
@@ -35,10 +35,11 @@ def test_a_point_outside_goes_through_the_network_until_it_is_inside(name: str) 
     n, points, endless = SORTED_BELOW + 1, torch.arange(SORTED_BELOW + 1), 0
     for seed in range(200):
         permutation = Permutation(n, seed)
-        network = permutation._network if name == "items" else permutation._inverse_network
-        walked = network(points)
+        go = network if name == "items" else inverse_network
+        tables = permutation._tables
+        walked = go(tables, points)
         while bool((walked >= n).any()):
-            walked = torch.where(walked >= n, network(walked), walked)
+            walked = torch.where(walked >= n, go(tables, walked), walked)
         assert torch.equal(getattr(permutation, name)(points), walked)
         landings = permutation._landings if name == "items" else permutation._inverse_landings
         endless += bool((landings >= n).any())

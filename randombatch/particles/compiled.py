@@ -154,7 +154,7 @@ class CompiledStep:
             return n, np.uint64(0), none, none, sorted_order(self.n, seed).numpy()
         bits, shift, flip = Permutation(self.n, seed).rounds
         short = np.uint16 if self.n <= 1 << 32 else np.uint32
-        return n, np.uint64(bits), shift.numpy().astype(short), flip.numpy().astype(short), order
+        return n, np.uint64(bits), shift.astype(short), flip.astype(short), order
 
 
 def _constant(kernel: Consensus, real: Any) -> tuple[str, tuple]:

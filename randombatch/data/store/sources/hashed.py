@@ -92,8 +92,7 @@ class Hashed:
         self._tables: tuple | None = None
         # Fewer items are sorted instead of sent through the network.
         if recipe.num_nodes >= SORTED_BELOW:
-            bits, *tables = recipe.permutation(ORDER).tables
-            self._tables = (bits, *(table.numpy() for table in tables))
+            self._tables = recipe.permutation(ORDER).tables[:4]
 
     def _start(self, stream: int) -> int:
         return hash_start(self.recipe.seed_of(stream)) % (1 << 64)
