@@ -5,11 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from randombatch.attention import recycled
+
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    yield
+    # Commands own their process, and ask for its memory to be used again.
+    recycled._active.clear()
 
 
 @pytest.fixture
