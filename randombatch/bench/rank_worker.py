@@ -99,6 +99,8 @@ class Rank:
         model = SGFormer(part.num_features, 16, part.num_classes, batch_size=16)
         logits = model(part.x, ShardedAdjacency(part.incoming, shard), shard=shard)
         nnf.cross_entropy(logits, part.y).backward()
+        # Its first step loads torch's compiler.
+        torch.optim.Adam(model.parameters()).step()
 
     def _part(self) -> Part:
         s = self.settings
