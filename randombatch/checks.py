@@ -21,13 +21,26 @@ def check_generator(generator: torch.Generator | None) -> None:
         raise TypeError(f"`generator` must be a torch.Generator, got {type(generator).__name__}")
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(f"`{name}` must be a dense tensor, got a nested one: pad it and describe it by a mask")
+    if x.layout != torch.strided:
+        raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
+
+
+def is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def check_ptr(ptr: Tensor, num_items: int) -> Tensor:
     """A copy on the CPU; refuses boundaries that do not rise from 0 to the number of items."""
+    if isinstance(ptr, Tensor):
+        check_dense("ptr", ptr)
     try:
         ptr = torch.as_tensor(ptr, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"`ptr` must be a list of integers, got {type(ptr).__name__} {ptr!r}") from None
-    if ptr.dim() != 1 or ptr.numel() < 1 or ptr.is_floating_point() or ptr.dtype == torch.bool:
+    if ptr.dim() != 1 or ptr.numel() < 1 or not is_integer(ptr):
         raise ValueError(f"`ptr` must be a list of integers, got {ptr.dtype} of shape {tuple(ptr.shape)}")
     ptr = ptr.long()
     if ptr[0] != 0 or ptr[-1] != num_items or (ptr.diff() < 0).any():

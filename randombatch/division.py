@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from randombatch.checks import check_batch_size, check_generator, check_ptr, shorten
+from randombatch.checks import check_batch_size, check_dense, check_generator, check_ptr, is_integer, shorten
 from randombatch.given_batches import GivenBatches
-from randombatch.permutation import SORTED_BELOW, Permutation, fold_in, signed64, sorted_order, sorted_orders
+from randombatch.graph_permutation import GraphPermutation, compiled_items, compiled_positions
+from randombatch.permutation import SORTED_BELOW, fold_in, signed64, sorted_orders
 
 __all__ = ["Division", "draw_seed", "even_bounds", "fold_in", "orders"]
 
@@ -86,6 +87,8 @@ class Division:
         with _normal_mode():
             self.key = torch.tensor(signed64(seed), device="cpu")
             self.ptr = None if ptr is None else check_ptr(ptr, num_items)
+            bounds = torch.tensor([0, num_items], device="cpu") if self.ptr is None else self.ptr
+        self._graphs = GraphPermutation(bounds, seed)
         self.rows: Tensor | None = None
         self._held: Tensor | None = None
 
@@ -134,12 +137,12 @@ class Division:
 
     @property
     def num_batches(self) -> int:
-        return -(-self.num_items // self.batch_size) if self.ptr is None else int(self._graphs[1][-1])
+        return -(-self.num_items // self.batch_size) if self.ptr is None else int(self._batch_bounds[-1])
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The size of every batch, graph after graph."""
-        return tuple(self._layout(0, self._graphs[0].numel() - 1)[1].tolist())
+        return tuple(self._layout(0, len(self.graph_sizes))[1].tolist())
 
     def order(self, start: int = 0, stop: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """Items in batch order from position `start` to `stop` (as in slices), without computing the rest.
@@ -147,9 +150,15 @@ class Division:
         Batch k holds the positions from sum(sizes[:k]) on. Time and memory O(stop - start) (of whole graphs where
         they have fewer than 4096 items).
         """
-        start, stop, _ = slice(start, stop).indices(self.num_items)
-        device = torch.device(device) if device is not None else None
-        items = self._items(torch.arange(start, max(start, stop), device=device))
+        try:
+            start, stop, _ = slice(start, stop).indices(self.num_items)
+        except TypeError:
+            raise TypeError(f"`start` and `stop` must be integers or None, got {start!r} and {stop!r}") from None
+        device, stop = torch.device(device) if device is not None else None, max(start, stop)
+        if torch.compiler.is_compiling():
+            items = compiled_items(self.key, self._graphs.bounds, start, stop, device)
+        else:
+            items = self._graphs.items(start, stop, device)
         return items if self.rows is None else self.rows.to(items.device)[items]
 
     def hold_order(self, device: torch.device | None = None, order: Tensor | None = None) -> "Division":
@@ -158,30 +167,27 @@ class Division:
         return self
 
     def position(self, items: Tensor) -> Tensor:
-        """Where each item stands in `order`: its inverse. Any shape."""
+        """Where each item stands in `order`: its inverse. Any shape. Time and memory O(items), as for `order`."""
         items = self.items_of(items)
-        if self.ptr is None:
-            return self._permutation(self.num_items, items.device).positions(items.flatten()).view_as(items)
-        if not items.numel():
-            return items
-        graph = self._graph_of(torch.stack([items.min(), items.max()]))[0]
-        first, stop = int(self.ptr[graph[0]]), int(self.ptr[graph[1] + 1])
-        return torch.argsort(self._items(torch.arange(first, stop, device=items.device)))[items - first] + first
+        if torch.compiler.is_compiling():
+            return compiled_positions(items, self.key, self._graphs.bounds)
+        return self._graphs.positions(items)
 
     def batch_of(self, items: Tensor) -> Tensor:
         """The number of the batch that each item is in. Any shape."""
         position = self.position(items)
-        graph, first, size = self._graph_of(position)
-        count = -(-size // self.batch_size)
-        base, larger = size // count, size % count
+        graph, first, size = self._graphs.graph_of(position)
+        # None is zero; but torch's compiler also divides what lies beyond the last item.
+        count = (-(-size // self.batch_size)).clamp(min=1)
+        base, larger = (size // count).clamp(min=1), size % count
         local, split = position - first, larger * (base + 1)
         batch = torch.where(local < split, local // (base + 1), larger + (local - split) // base)
-        return batch + self._graphs[1].to(position.device)[graph]
+        return batch + self._batch_bounds.to(position.device)[graph]
 
     @property
     def starts(self) -> Tensor:
         """Position where each batch begins, and the end: int64 `(num_batches + 1,)` on the CPU."""
-        starts, _ = self._layout(0, self._graphs[0].numel() - 1)
+        starts, _ = self._layout(0, len(self.graph_sizes))
         return torch.cat([starts, torch.tensor([self.num_items], device="cpu")])
 
     def part(self, first: int, stop: int, device: torch.device | None = None) -> GivenBatches:
@@ -200,11 +206,11 @@ class Division:
     @property
     def graph_sizes(self) -> Tensor:
         """Number of items of each graph (one graph without `ptr`), int64 on the CPU."""
-        return self._graphs[0].diff()
+        return self._graphs.bounds.diff()
 
     def graph_of(self, items: Tensor) -> Tensor:
         """The number of the graph that each item is in (0 without `ptr`). Any shape."""
-        return self._graph_of(self.items_of(items))[0]
+        return self._graphs.graph_of(self.items_of(items))[0]
 
     def blocks(self, max_items: int, device: torch.device | None = None) -> Iterator[Tensor]:
         """All batches, those of equal size stacked: int64 `(n, s)` of items with n * s <= max_items (n >= 1).
@@ -214,7 +220,7 @@ class Division:
         bounds = [0, self.num_items] if self.ptr is None else self.ptr.tolist()
         sizes = [b - a for a, b in itertools.pairwise(bounds)]
         large = [g for g, n in enumerate(sizes) if n >= (SORTED_BELOW if self.ptr is not None else 1)]
-        # Buffers that are large enough for the first serve all.
+        # The largest first: buffers then seldom grow.
         for g in sorted(large, key=sizes.__getitem__, reverse=True):
             yield from self._blocks_of_graph(bounds[g], sizes[g], max_items, device)
         for first, stop in itertools.pairwise([-1, *large, len(sizes)]):
@@ -251,22 +257,20 @@ class Division:
         first = int(starts[0])
         order = self.order(first, first + int(sizes.sum()), device)
         starts = (starts - first).to(order.device)
-        # Buffers that are large enough for the first serve all.
         for size in sizes.unique().flip(0).tolist():
             chosen = starts[(sizes == size).to(order.device)]
             stacked = order[chosen[:, None] + torch.arange(size, device=order.device)]
             yield from stacked.split(max(1, max_items // size))
 
     @functools.cached_property
-    def _graphs(self) -> tuple[Tensor, Tensor]:
-        """Boundaries of graphs in items and in batches, int64 on the CPU."""
-        items = torch.tensor([0, self.num_items], device="cpu") if self.ptr is None else self.ptr
-        counts = -(-items.diff() // self.batch_size)
-        return items, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    def _batch_bounds(self) -> Tensor:
+        """Boundaries of graphs in batches, int64 on the CPU."""
+        counts = -(-self.graph_sizes // self.batch_size)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     def _layout(self, g: int, end: int) -> tuple[Tensor, Tensor]:
         """Start and size of each batch of graphs g to end, int64 on the CPU."""
-        items, batches = self._graphs
+        items, batches = self._graphs.bounds, self._batch_bounds
         counts = batches[g : end + 1].diff()
         graph = torch.repeat_interleave(torch.arange(g, end, device="cpu"), counts)
         number = torch.arange(int(batches[g]), int(batches[end]), device="cpu") - batches[graph]
@@ -274,58 +278,6 @@ class Division:
         base, larger = n // count, n % count
         starts = items[graph] + number * base + torch.minimum(number, larger)
         return starts, base + (number < larger).long()
-
-    def _graph_of(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Graph, first item and size of the graph for each item or position."""
-        items = self._graphs[0].to(points.device)
-        graph = torch.searchsorted(items, points.contiguous(), right=True) - 1
-        return graph, items[graph], items[graph + 1] - items[graph]
-
-    @functools.cached_property
-    def _permutations(self) -> dict[tuple[int, torch.device | None], Permutation]:
-        return {}
-
-    def _permutation(self, n: int, device: torch.device | None) -> Permutation:
-        key = (n, device)
-        if key not in self._permutations:
-            # Graphs share the seed on purpose: a graph's division must not depend on which number it has.
-            self._permutations[key] = Permutation(n, self.seed, device)
-        return self._permutations[key]
-
-    def _items(self, positions: Tensor) -> Tensor:
-        """The item at each of a contiguous run of positions."""
-        if not positions.numel():
-            return positions
-        if self.ptr is None:
-            return self._permutation(self.num_items, positions.device).items(positions)
-        start, stop = int(positions[0]), int(positions[-1]) + 1
-        g, end = (torch.searchsorted(self.ptr, torch.tensor([start, stop - 1], device="cpu"), right=True)).tolist()
-        return torch.cat(list(self._items_of_graphs(g - 1, end, start, stop, positions.device)))
-
-    def _items_of_graphs(self, g: int, end: int, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
-        """Items at positions start to stop, all of which lie in graphs g to end."""
-        bounds = self._graphs[0][g : end + 1].tolist()
-        small: list[int] = []
-        for i in range(end - g):
-            n = bounds[i + 1] - bounds[i]
-            if n < SORTED_BELOW:
-                small.append(i)
-            if small and (n >= SORTED_BELOW or i == end - g - 1):
-                lo, hi = bounds[small[0]], bounds[small[-1] + 1]
-                yield self._small_orders(lo, hi, device)[max(start, lo) - lo : max(0, min(stop, hi) - lo)]
-                small = []
-            if n >= SORTED_BELOW:
-                lo, hi = max(start, bounds[i]), min(stop, bounds[i + 1])
-                local = torch.arange(lo - bounds[i], hi - bounds[i], device=device)
-                yield self._permutation(n, device).items(local) + bounds[i]
-
-    def _small_orders(self, lo: int, hi: int, device: torch.device) -> Tensor:
-        """The orders of the consecutive small graphs on items lo to hi, one after the other, by a single sort."""
-        items = torch.arange(lo, hi, device=device)
-        graph, first, size = self._graph_of(items)
-        largest = int(size.max()) if size.numel() else 0
-        rank = torch.argsort(sorted_order(largest, self.seed, device))
-        return items[torch.argsort(graph * largest + rank[items - first])]
 
     @functools.cached_property
     def _sorted_rows(self) -> tuple[Tensor, Tensor]:
@@ -369,11 +321,13 @@ class Division:
 
 def _integers(name: str, given: Any) -> Tensor:
     """As int64, where it is: a default device is for new tensors only."""
+    if isinstance(given, Tensor):
+        check_dense(name, given)
     try:
         numbers = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"`{name}` must be integers, got {type(given).__name__} {given!r}") from None
-    if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
+    if numbers.numel() and not is_integer(numbers):
         raise TypeError(f"`{name}` must be integers, got {numbers.dtype}")
     return numbers.long()
 

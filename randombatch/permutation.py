@@ -162,8 +162,8 @@ class Permutation:
         bits, shift, flip = self.rounds
         # Half the traffic where everything fits into 32 bits.
         dtype = np.int32 if self.n < 1 << 30 else np.int64
-        flip = np.tile(flip.astype(dtype), DOUBLE_ROUNDS + 1)
-        reduced = np.tile(np.arange(flip.shape[1] // (DOUBLE_ROUNDS + 1), dtype=dtype) << bits, DOUBLE_ROUNDS + 1)
+        reduced = np.arange(flip.shape[1], dtype=np.int64) << bits
+        flip, reduced = (np.tile(table.astype(dtype), DOUBLE_ROUNDS + 1) for table in (flip, reduced))
         return Tables(bits, shift.astype(dtype), flip, reduced, reduced | flip[-1])
 
     @functools.cached_property

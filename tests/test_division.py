@@ -66,6 +66,7 @@ def test_graphs_are_divided_as_if_alone(graphs: list[int], p: int, seed: int) ->
         alone = Division(n, p, seed)
         sizes += alone.sizes
         assert torch.equal(division.order(int(ptr[g]), int(ptr[g + 1])) - ptr[g], alone.order())
+        assert torch.equal(division.position(torch.arange(n) + ptr[g]) - ptr[g], alone.position(torch.arange(n)))
     assert division.sizes == tuple(sizes)
     assert division.num_batches == len(sizes)
     assert torch.equal(division.graph_of(division.order()).sort().values, division.graph_of(torch.arange(int(ptr[-1]))))
@@ -73,7 +74,7 @@ def test_graphs_are_divided_as_if_alone(graphs: list[int], p: int, seed: int) ->
 
 @pytest.mark.parametrize(("sizes", "p"), [(range(40), 12), (range(SORTED_BELOW, SORTED_BELOW + 80, 10), 10_000)])
 def test_blocks_begin_with_the_largest(sizes: range, p: int) -> None:
-    """Buffers for the first then serve all."""
+    """Buffers for the first then serve most."""
     ptr = torch.tensor([0, *sizes]).cumsum(0)
     widths = [block.shape[1] for block in Division(int(ptr[-1]), p, 3, ptr=ptr).blocks(50)]
     assert widths == sorted(widths, reverse=True)
@@ -266,6 +267,12 @@ def test_bad_items_and_rows() -> None:
 
 def test_what_are_no_integers() -> None:
     division = Division(3, 2, 0)
+    with pytest.raises(TypeError, match="`start` and `stop` must be integers or None, got 1.5 and None"):
+        division.order(1.5)
+    with pytest.raises(TypeError, match="`items` must be a dense tensor"):
+        division.position(torch.tensor([0, 1]).to_sparse())
+    with pytest.raises(TypeError, match="`ptr` must be a dense tensor"):
+        Division(3, 2, 0, ptr=torch.tensor([0, 3]).to_sparse())
     for wrong in (None, "a", torch.tensor([1.5]), torch.tensor([1j]), torch.tensor([True])):
         with pytest.raises(TypeError, match="`items` must be integers"):
             division.position(wrong)
@@ -321,3 +328,49 @@ def test_a_division_made_in_inference_mode_serves_training(length: int) -> None:
         out, again = (random_batch_attention(q, q, q, division=d) for d in (division, same))
         assert torch.equal(out, again)
         assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (out, again)))
+
+
+def test_positions_in_graphs_cost_what_they_are() -> None:
+    """As many items could not be held, nor sorted."""
+    n = 1 << 34
+    ptr = [0, 5, 5, n, n + 30, 2 * n]
+    division = Division(2 * n, 64, 3, ptr=ptr)
+    items = torch.tensor([[4, 5, n - 1], [n, n + 29, 2 * n - 1]])
+    position = division.position(items)
+    for g, (first, stop) in enumerate(itertools.pairwise(ptr)):
+        for item in items.flatten().tolist():
+            if first <= item < stop:
+                place = int(position[items == item])
+                assert division.order(place, place + 1).tolist() == [item]
+                alone = Division(stop - first, 64, 3).position(torch.tensor(item - first))
+                assert place - first == int(alone), g
+
+
+@pytest.mark.parametrize("n", [100, SORTED_BELOW + 100])
+def test_compiled_code_divides_alike(n: int) -> None:
+    """torch's compiler by itself makes other numbers of integers that wrap around, and crashes on them as places."""
+    torch._dynamo.reset()
+    x = torch.randn(n, 3)
+    compiled = torch.compile(lambda x: x[Division(n, 16, 5).order(3, 90)], fullgraph=True)
+    assert torch.equal(compiled(x), x[Division(n, 16, 5).order(3, 90)])
+
+    def look_up(division: Division, items: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return division.order(), division.position(items), division.batch_of(items)
+
+    compiled, items = torch.compile(look_up), torch.randint(n, (2, 30))
+    for division in (
+        Division(n, 16, 5),
+        Division(n, 16, 6),
+        Division(n, 16, 5, ptr=[0, 40, n]),
+        Division(n, 16, 5).on_rows(torch.randperm(n)),
+    ):
+        for ours, truth in zip(compiled(division, items), look_up(division, items), strict=True):
+            assert torch.equal(ours, truth)
+
+
+def test_operators_of_compiled_code() -> None:
+    key = Division(100, 16, 5).key
+    for bounds in (torch.tensor([0, 100]), torch.tensor([0, 40, 100])):
+        torch.library.opcheck(torch.ops.randombatch.order, (key, bounds, 3, 50, None))
+        for items in (torch.arange(6).view(2, 3).T, torch.zeros(0, dtype=torch.long)):
+            torch.library.opcheck(torch.ops.randombatch.position, (items, key, bounds))

@@ -127,7 +127,7 @@ class Scratch:
 
     def _spare_slab(self, size: int) -> Tensor:
         with contextlib.suppress(IndexError):
-            if size <= self.SLAB_BYTES:
+            if size <= self.SLAB_BYTES and may_reuse():
                 return self._spare.setdefault(self.device, []).pop()
         return new_rows(self._slab, max(size, self.SLAB_BYTES))
 

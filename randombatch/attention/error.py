@@ -76,6 +76,8 @@ def estimate_error(
     length = q.shape[1]
     if not q.numel():
         raise ValueError("there is nothing to estimate from an empty input")
+    if not v.any():
+        raise ValueError("full attention is zero, because `value` is: there is no error relative to it")
     for p in batch_sizes:
         check_batch_size(p, length, "batch_sizes")
     scale = q.shape[2] ** -0.5

@@ -69,7 +69,7 @@ def random_batch_attention(
     _check_options(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa, self_correction=self_correction)
     query_BHLD, key_BKLD, value_BKLE = _canonical(query, key, value, enable_gqa)
     padding = _padding(key_padding_mask, query, query_BHLD.shape[0], enable_gqa)
-    mask = _mask(attn_mask, query, query_BHLD)
+    mask = _mask(attn_mask, query, enable_gqa)
     # At last: a call that is refused must not have drawn anything.
     seed, batch_size, ptr, rows = _resolve(query.shape[-2], batch_size, division, generator)
     if query_BHLD.shape[:3].numel() == 0 or value.numel() == 0:
@@ -192,8 +192,8 @@ def _padding(key_padding_mask: Tensor | None, query: Tensor, batch: int, enable_
     return padding.repeat_interleave(batch // leading, dim=0) if batch >= leading else padding
 
 
-def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor | None:
-    """The mask as `(B | 1, H | 1, L, L)`, a view wherever torch can make one."""
+def _mask(attn_mask: Tensor | None, query: Tensor, enable_gqa: bool) -> Tensor | None:
+    """The mask as `(B | 1, H | 1, L | 1, L | 1)`, a view wherever torch can make one."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -212,10 +212,10 @@ def _mask(attn_mask: Tensor | None, query: Tensor, query_BHLD: Tensor) -> Tensor
         fits = False
     if not fits:
         raise ValueError(f"`attn_mask` must broadcast to (..., L, L) = {full}, got shape {tuple(attn_mask.shape)}")
-    mask = attn_mask.expand(*attn_mask.shape[:-2], *full[-2:]) if attn_mask.dim() >= 2 else attn_mask.expand(full[-2:])
-    if math.prod(mask.shape[:-2]) == 1:
-        return mask.reshape(1, 1, *full[-2:])
-    if query.dim() <= 4:
-        mask = mask.reshape((1,) * (query.dim() - mask.dim()) + tuple(mask.shape))
-        return mask if query.dim() == 4 else mask.unsqueeze(1 if query_BHLD.shape[1] == 1 else 0)
-    return mask.expand(full).reshape(*query_BHLD.shape[:3], full[-1])
+    mask = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
+    if query.dim() > 4:
+        leading = mask.shape[:-3]
+        return (mask if math.prod(leading) == 1 else mask.expand(*full[:-3], -1, -1, -1)).flatten(0, -4)
+    # As the query is viewed.
+    mask = mask.unsqueeze(1) if query.dim() == 3 and not enable_gqa else mask
+    return mask[(None,) * (4 - mask.dim())]

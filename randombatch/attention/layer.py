@@ -126,7 +126,7 @@ class Layer:
 
         def run(lane: Lane, block: LayerBlock, some: Some) -> None:
             results = None if dx_NF is None else lane.results(len(some.rows), block.rows, dx_NF.shape[1])
-            self._backward_blocks(block.room, block.way_back(lane.sums), some, x, grads, results)
+            self._backward_blocks(block.room, lane.way_back(block), some, x, grads, results)
             if dx_NF is not None and results is not None:
                 put(dx_NF, some, results)
 

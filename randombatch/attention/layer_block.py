@@ -86,11 +86,12 @@ class LayerBlock:
 
     Attributes:
         room: what the steps take.
+        way_back: what they take besides for the backward pass, once it was made.
     """
 
     def __init__(self, weights: Weights, scratch: Scratch, batches: int, size: int) -> None:
         self.weights, self.scratch = weights, scratch
-        self._way_back: WayBack | None = None
+        self.way_back: WayBack | None = None
         self.rows, (width, features), heads = batches * size, weights.w_in.shape, weights.heads
         self.groups = batches * heads, size, width // weights.parts // heads
         softmax = weights.kernel == "softmax"
@@ -135,13 +136,8 @@ class LayerBlock:
         shapes = {"q_norm": (size, 1), "k_norm": (size, 1), "kv": (width, width), "k_sum": (width,), "den": (size, 1)}
         return [self.scratch(name, groups, *shape) for name, shape in shapes.items()]
 
-    def way_back(self, sums: Sums) -> WayBack:
-        """What the steps take for the backward pass; the sums are always those of the lane."""
-        if self._way_back is None:
-            self._way_back = self._make_way_back(sums)
-        return self._way_back
-
-    def _make_way_back(self, sums: Sums) -> WayBack:
+    def make_way_back(self, sums: Sums) -> WayBack:
+        """What the steps take for the backward pass, in which they add to these sums."""
         weights, scratch, rows = self.weights, self.scratch, self.rows
         groups, size, width = self.groups
         softmax = self.room.softmax

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from randombatch.attention.buffers import Scratch
 from randombatch.attention.layer_block import LayerBlock, Sums, Weights
+from randombatch.attention.layer_steps import WayBack
 from randombatch.attention.recycled import may_reuse
 
 # Kinds of layers whose lanes are kept, shapes of blocks in each, and bytes of weights: a model has layers of few kinds.
@@ -39,10 +40,16 @@ class Lane:
         """The block of this shape."""
         found = self.blocks.get((batches, size))
         if found is None:
-            # What is made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with _to_be_kept():
                 found = self.blocks[batches, size] = LayerBlock(self.weights, self.scratch, batches, size)
         return found
+
+    def way_back(self, block: LayerBlock) -> WayBack:
+        """What a block's steps take for the backward pass."""
+        if block.way_back is None:
+            with _to_be_kept():
+                block.way_back = block.make_way_back(self.sums)
+        return block.way_back
 
     def results(self, blocks: int, rows: int, width: int) -> Tensor:
         """Room for what so many blocks of one shape come to."""
@@ -52,11 +59,12 @@ class Lane:
         """Make what a pass over blocks of this shape needs."""
         block = self.block(batches, size)
         if backward:
-            block.way_back(self.sums)
+            self.way_back(block)
 
     @functools.cached_property
     def sums(self) -> Sums:
-        return Sums(self.weights, self.sum_type)
+        with _to_be_kept():
+            return Sums(self.weights, self.sum_type)
 
     def take_sums(self) -> Tensor:
         """The sums since the last time."""
@@ -67,6 +75,13 @@ class Lane:
     def worth_keeping(self) -> bool:
         """Whether it is small enough to be kept."""
         return len(self.blocks) <= SHAPES and self.scratch.small
+
+
+@contextmanager
+def _to_be_kept() -> Iterator[None]:
+    """What is made in inference mode could not be written to outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +115,7 @@ def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[l
     with _lock:
         kept = _kept.pop(kind, None)
     if kept is None:
-        with torch.inference_mode(False):
+        with _to_be_kept():
             copies: dict[str, Any] = {name: torch.empty_like(w) for name, w in tensors.items()}
         kept = _Kept(dataclasses.replace(weights, **copies), [])
     for name, copy in kept.weights.tensors.items():
@@ -109,7 +124,7 @@ def lanes_of(weights: Weights, sum_type: torch.dtype, number: int) -> Iterator[l
     kept.lanes.extend(Lane(kept.weights, sum_type) for _ in range(number - len(kept.lanes)))
     yield kept.lanes[:number]
     # Not after an error: then nobody knows what is in them.
-    if all([lane.worth_keeping() for lane in kept.lanes]):
+    if all(lane.worth_keeping() for lane in kept.lanes):
         with _lock:
             _kept[kind] = kept
             while len(_kept) > KINDS:

@@ -11,6 +11,7 @@ batch, G = (batches of the block) x H.
 
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from torch import Tensor
 
 # Whole rows are taken as items of 16 bytes where they can: torch takes them item by item.
 WIDE = torch.complex128
+
+_lock = threading.Lock()
 
 
 class Table(NamedTuple):
@@ -197,11 +200,8 @@ def output(room: Room, weights: Tensor, y: Tensor) -> None:
         attend(room, weights, room.out)
         linear(y, room.attended, w_out.t(), b_out)
         return
-    if room.heads == 1:
-        attend(room, weights, y.view(room.out.size()))
-    else:
-        attend(room, weights, room.out)
-        y.copy_(room.attended)
+    # There is one head then.
+    attend(room, weights, y.view(room.out.size()))
     if b_out is not None:
         y.add_(b_out)
 
@@ -344,7 +344,6 @@ def along_norm(dx_GPD: Tensor, x_GPD: Tensor, norm_GP1: Tensor) -> None:
     dx_GPD.sub_(x_GPD * torch.sum(x_GPD * dx_GPD, [-1], True)).div_(norm_GP1)
 
 
-@functools.cache
 def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     """`forward_blocks` and `backward_blocks` without Python between their operations.
 
@@ -352,6 +351,13 @@ def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     to begin, several times what it takes alone. TorchScript has no such lock, so blocks can be small enough for the
     cache. Where it is missing or switched off, the same functions run as they stand.
     """
+    # Two threads that silence warnings at once may leave them silent.
+    with _lock:
+        return _compile()
+
+
+@functools.cache
+def _compile() -> tuple[Callable[..., None], Callable[..., None]]:
     try:
         with warnings.catch_warnings():
             # That newer means are recommended; of these only compilers, which not every machine has.

@@ -166,8 +166,8 @@ def projected(
     """The layer's output `(N, F'')` and, unless `recompute`, what all blocks hold, in a row, and the division's order.
 
     `in_weight` stacks query, key and value, or (2 `parts`) query and value, x being the key. Without `out_weight` the
-    values are output already. With `order` the batches are given: `ptr` says where each begins in it, `ids` the item of
-    each row. Of several graphs no order is returned.
+    values of the one head are output already. With `order` the batches are given: `ptr` says where each begins in it,
+    `ids` the item of each row. Of several graphs no order is returned.
     """
     division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces

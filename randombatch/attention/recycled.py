@@ -113,13 +113,14 @@ def recycle_memory() -> Recycler:
 
 
 def trim_memory() -> None:
-    """Give what nobody uses back to the kernel: holes in the C library's heap, kept arrays, blocks' buffers."""
+    """Give what nobody uses back to the kernel: holes in the C library's heap, arrays that wait, blocks' buffers."""
     # They import this file.
     from randombatch.attention import buffers, layer_lane
 
     layer_lane.forget()
     buffers.Scratch.forget()
-    _kept.release()
+    for recycler in (_kept, *_active):
+        recycler.release()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -134,9 +135,9 @@ def recycled(shape: tuple[int, ...], like: Tensor, kept: bool = False) -> Tensor
 
 
 def _recycler(kept: bool) -> Recycler | None:
-    if _active:
-        return _active[0]
-    return _kept if kept and may_reuse() else None
+    if not may_reuse():
+        return None
+    return _active[0] if _active else _kept if kept else None
 
 
 def may_reuse() -> bool:

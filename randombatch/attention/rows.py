@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from randombatch.checks import check_ptr
+from randombatch.checks import check_dense, check_ptr, is_integer
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
+
+# Rows that are counted at a time.
+PIECE = 1 << 20
 
 
 def check_numbers(name: str, x: Tensor) -> None:
@@ -23,13 +26,6 @@ def check_numbers(name: str, x: Tensor) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"`{name}` must hold floating-point numbers of 16 to 64 bits, got {x.dtype}: convert it first")
     check_dense(name, x)
-
-
-def check_dense(name: str, x: Tensor) -> None:
-    if x.is_nested:
-        raise TypeError(f"`{name}` must be a dense tensor, got a nested one: pad it and describe it by a mask")
-    if x.layout != torch.strided:
-        raise TypeError(f"`{name}` must be a dense tensor, got {x.layout}: call its `to_dense()`")
 
 
 def check_fit(x: Tensor, weight: Tensor, embed_dim: int, name: str = "x") -> None:
@@ -50,6 +46,8 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
             raise TypeError(f"`{name}` must be a tensor, got {type(given).__name__}")
         if given is not None and given.device != x.device:
             raise ValueError(f"`{name}` is on {given.device} but `x` on {x.device}: move it there")
+        if given is not None:
+            check_dense(name, given)
     if isinstance(ptr, Tensor) and ptr.device.type not in ("cpu", x.device.type):
         raise ValueError(f"`ptr` is on {ptr.device} but `x` on {x.device}: move it there, or to the CPU")
     if x.dim() not in (2, 3):
@@ -66,7 +64,7 @@ def check_rows(x: Tensor, mask: Tensor | None, batch: Tensor | None, ptr: Tensor
         raise ValueError("`mask` describes a (B, N, F) input; for (N, F) give `batch` or `ptr`")
     if batch is not None and ptr is not None:
         raise ValueError("give `batch` or `ptr`, not both: they say the same")
-    if batch is not None and (batch.shape != x.shape[:1] or batch.is_floating_point() or batch.dtype == torch.bool):
+    if batch is not None and (batch.shape != x.shape[:1] or not is_integer(batch)):
         raise ValueError(f"`batch` must be {x.shape[0]} integers, got {batch.dtype} of shape {tuple(batch.shape)}")
     if ptr is None:
         return None
@@ -122,18 +120,33 @@ def divide_rows(
         assert ptr is not None
         return GivenBatches(order, ptr, batch_size, int(seed), ids)
     rows = None
-    # Short and unsigned types wrap around, and torch does less with them.
-    batch = None if batch is None else batch.long()
-    if mask is not None and not bool(mask.all()):
-        rows = mask.flatten().nonzero().squeeze(1)
-        num_rows = rows.numel()
-    elif batch is not None and bool((batch.diff() < 0).any()):
-        rows = torch.argsort(batch, stable=True)
     if mask is not None:
         ptr = _boundaries(mask.sum(1))
+        if int(ptr[-1]) < num_rows:
+            rows = mask.flatten().nonzero().squeeze(1)
+            num_rows = rows.numel()
     elif batch is not None:
-        ptr = _boundaries(torch.unique(batch, return_counts=True)[1])
+        counts = _counts_in_order(batch)
+        if counts is None:
+            batch = batch.long()
+            rows, counts = torch.argsort(batch, stable=True), torch.unique(batch, return_counts=True)[1]
+        ptr = _boundaries(counts)
     return Division(num_rows, batch_size, int(seed), ptr=ptr)._on_rows(rows)
+
+
+def _counts_in_order(batch: Tensor) -> Tensor | None:
+    """How many rows each graph has if they stand graph after graph, else None; in pieces, which take no memory."""
+    found = []
+    for part in batch.split(PIECE):
+        # Short and unsigned types wrap around, and torch does less with them.
+        found.append(torch.unique_consecutive(part.long(), return_counts=True))
+        if bool((found[-1][0].diff() < 0).any()):
+            return None
+    numbers, sizes = map(torch.cat, zip(*found, strict=True))
+    if bool((numbers.diff() < 0).any()):
+        return None
+    numbers, graph = torch.unique_consecutive(numbers, return_inverse=True)
+    return sizes.new_zeros(len(numbers)).index_add_(0, graph, sizes)
 
 
 def _boundaries(counts: Tensor) -> Tensor:

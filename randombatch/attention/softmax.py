@@ -73,7 +73,9 @@ def dropout_scale(rows_CP: Tensor, heads: Tensor, probability: float, seed: int,
 
     No generator and no stored mask: the backward pass, another block size or another device sees the same factors.
     """
-    if probability >= 1:
+    threshold = round(probability * 2**32) - 2**31
+    if threshold >= 2**31:
+        # Also of a probability that 32 bits cannot tell from 1.
         return torch.zeros(heads.numel(), *rows_CP.shape, rows_CP.shape[1], dtype=dtype, device=rows_CP.device)
 
     def words(items: Tensor, stream: int) -> Tensor:
@@ -85,5 +87,5 @@ def dropout_scale(rows_CP: Tensor, heads: Tensor, probability: float, seed: int,
     z *= 0x85EBCA6B - (1 << 32)
     z ^= (z >> 13) & 0x7FFFF
     z *= 0xC2B2AE35 - (1 << 32)
-    keep = z >= round(probability * 2**32) - 2**31
+    keep = z >= threshold
     return keep.to(dtype).mul_(1 / (1 - probability))

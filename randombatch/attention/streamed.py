@@ -36,7 +36,8 @@ class Restriction:
         terms = []
         if self.mask is not None:
             mask = self.mask if self.mask.shape[0] == 1 else self.mask[lead]
-            terms.append(_additive(mask[:, :, rows_CP[:, :, None], rows_CP[:, None, :]], dtype))
+            queries, keys = _places(mask, rows_CP)
+            terms.append(_additive(mask[:, :, queries, keys], dtype))
         if self.padding_BL is not None:
             terms.append(_additive(~self.padding_BL[lead][:, rows_CP], dtype)[:, None, :, None, :])
         if self.is_causal:
@@ -65,6 +66,11 @@ class Restriction:
         valid = (~self.padding_BL)[:, order].long()
         counts = valid.new_zeros(len(valid), self.division.graph_sizes.numel())
         return counts.index_add_(1, self.division.graph_of(order), valid)
+
+
+def _places(mask: Tensor, rows_CP: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys in a mask `(B, H, L | 1, L | 1)`, which broadcast to `(C, P, P)`."""
+    return rows_CP[:, :, None] * (mask.shape[2] > 1), rows_CP[:, None, :] * (mask.shape[3] > 1)
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,7 +225,7 @@ def attention_backward(
     dq, dk, dv = (buffers.new_rows(x, *x.shape, zero=division.num_items < query.shape[2]) for x in (query, key, value))
     dmask = grad.new_empty(0)
     if mask_grad and mask is not None:
-        dmask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
+        dmask = mask.new_zeros(mask.shape, dtype=compute_dtype(mask.dtype))
     restriction = Restriction(
         padding_BL=padding, mask=mask, is_causal=is_causal, self_correction=self_correction, division=division
     )
@@ -236,7 +242,7 @@ def attention_backward(
             buffers.put_rows(table.flat, table.index(rows_flat, block.lead), _sum_groups(part, table, block, rows_flat))
         if mask_grad:
             _add_mask_gradient(dmask, dlogits, block)
-    return dq, dk, dv, dmask
+    return dq, dk, dv, dmask.to(mask.dtype) if mask_grad and mask is not None else dmask
 
 
 def _sum_groups(part_GPD: Tensor, table: _Table, block: _Block, rows: Tensor) -> Tensor:
@@ -252,8 +258,15 @@ def _add_mask_gradient(dmask: Tensor, dlogits_GPP: Tensor, block: _Block) -> Non
     part = part.sum(1, keepdim=True) if dmask.shape[1] == 1 else part
     part = part.sum(0, keepdim=True) if dmask.shape[0] == 1 else part
     target = dmask if dmask.shape[0] == 1 else dmask[block.lead]
-    index = block.rows_CP[:, :, None], block.rows_CP[:, None, :]
-    target[:, :, index[0], index[1]] += part.to(dmask.dtype)
+    queries, keys = _places(dmask, block.rows_CP)
+    # Each place once: what shares one is added up first.
+    if dmask.shape[2] == 1:
+        part, queries = part.sum(3, keepdim=True), queries[:, :1]
+    if dmask.shape[3] == 1:
+        part, keys = part.sum(4, keepdim=True), keys[:, :, :1]
+    if dmask.shape[2] == dmask.shape[3] == 1:
+        part, queries, keys = part.sum(2, keepdim=True), queries[:1], keys[:1]
+    target[:, :, queries, keys] += part.to(dmask.dtype)
 
 
 @attention_backward.register_fake

@@ -138,15 +138,14 @@ class RandomBatchAttention(Draws, nn.Module):
             return self.out_proj(x) + 0 * sum(p.sum() for p in self.parameters())
         rows = x.reshape(-1, x.shape[-1])
         if shard is None:
-            results = [self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask) for seed in self.seeds()]
+            results = (self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask) for seed in self.seeds())
             return mean(results).view(x.shape)
 
         def attend(own: Tensor, batches: Division | GivenBatches) -> Tensor:
             return self._attend(own, None, division=batches, pieces=shard.num_pieces)
 
         stages = [in_batches(rows, attend, shard, seed, self.batch_size, ptr, mask) for seed in self.seeds()]
-        results = interleave(*stages)
-        return mean(results)
+        return mean(interleave(*stages))
 
     def _attend(self, rows: Tensor, seed: Tensor | None, **which: Any) -> Tensor:
         return projected_attention(

@@ -100,7 +100,7 @@ def convert(
     first = len(targets)
     for encoder, attentions in encoders.values():
         for module in hf.convert_encoder(encoder, attentions, first=first, **options, **correction):
-            proof.watch(module, "random_batch_witness")
+            proof.watch(module, "random_batch_witness", hf.is_converted)
         first += len(attentions)
     for_torch.forbid_bypass(model)
     if pyg is not None:
@@ -123,7 +123,7 @@ def converted(model: nn.Module) -> dict[str, str]:
     }
     if hf is not None:
         for name, m in hf.attention_modules(model).items():
-            if m.config._attn_implementation == hf.NAME:
+            if hf.is_converted(m):
                 size = getattr(m.config, "random_batch_size", hf.DEFAULT_BATCH_SIZE)
                 found[name] = f"{type(m).__name__}: random batches of {size}, attn_implementation={hf.NAME!r}"
     return found

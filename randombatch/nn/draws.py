@@ -1,8 +1,11 @@
 """When a module draws its divisions."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from randombatch.attention.softmax import compute_dtype
 from randombatch.checks import check_batch_size
 from randombatch.division import draw_seed, fold_in
 
@@ -40,5 +43,15 @@ def _check_rounds(rounds: int, name: str) -> None:
         raise ValueError(f"`{name}` must be an int of at least 1, got {rounds!r}")
 
 
-def mean(results: list[Tensor]) -> Tensor:
-    return results[0] if len(results) == 1 else torch.stack(results).mean(0)
+def mean(results: Iterable[Tensor]) -> Tensor:
+    """Their mean, which may take the place of the first; of those that a generator makes, two are held at a time."""
+    results = iter(results)
+    first = next(results)
+    total, count = first, 1
+    for result in results:
+        if count == 1:
+            total = first.to(compute_dtype(first.dtype))
+        total, count = total.add_(result), count + 1
+        # Before the next one is made.
+        del result
+    return total if count == 1 else total.div_(count).to(first.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from randombatch.checks import check_batch_size
 from randombatch.division import draw_seed
@@ -50,28 +50,26 @@ def _registered() -> _Registered:
 def padding_mask(
     *,
     kv_length: int,
-    q_length: int | None = None,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    cache_position: Tensor | None = None,
     mask_function=bidirectional_mask_function,
     attention_mask: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> Tensor | None:
     """The padding as `(batch, L)`, True = valid, or None: never L x L. Refuses every mask that is more than padding.
 
-    transformers 5.0 describes the queries by `cache_position`, later versions by length and offset.
+    A pooling head, which has queries of its own and another attention, gets the mask that it expects.
     """
-    if q_length is None:
-        assert cache_position is not None
-        q_length, q_offset = len(cache_position), int(cache_position[0])
     if mask_function is not bidirectional_mask_function:
         raise ValueError(
-            "random batch attention is for encoders: it cannot follow a causal, sliding-window or packed mask "
-            f"({getattr(mask_function, '__name__', mask_function)})"
+            "random batch attention is for encoders: this model asks for a mask that is more than padding, such as a "
+            f"causal, sliding-window or packed one ({getattr(mask_function, '__name__', mask_function)}); "
+            "`model.set_attn_implementation('sdpa')` gives it its own attention back"
         )
-    if int(q_length) != int(kv_length) or int(q_offset) or int(kv_offset):
-        raise ValueError(f"query length {int(q_length)} and key length {int(kv_length)} differ: {_NO_CROSS}")
+    q_length, q_offset = kwargs.get("q_length"), kwargs.get("q_offset", 0)
+    if q_length is None:
+        # transformers 5.0
+        q_length, q_offset = len(kwargs["cache_position"]), int(kwargs["cache_position"][0])
+    if int(q_length) != int(kv_length) or int(q_offset) or int(kwargs.get("kv_offset", 0)):
+        return sdpa_mask(kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     return None if attention_mask is None else attention_mask[:, :kv_length].bool()
 
 
@@ -135,7 +133,7 @@ def random_batch_forward(
         layer = 0
     rounds = getattr(config, "random_batch_eval_rounds", 1)
     seeds = [draw_seed()] if module.training else fixed_seeds(layer, rounds, "config.random_batch_eval_rounds")
-    out_BHLD = mean([attend_sequences(query, key, value, attention_mask, seed, **options) for seed in seeds])
+    out_BHLD = mean(attend_sequences(query, key, value, attention_mask, seed, **options) for seed in seeds)
     return out_BHLD.transpose(1, 2).contiguous(), None
 
 
@@ -157,6 +155,11 @@ def _as_padding(module: nn.Module, mask: Tensor | None) -> Tensor | None:
         f"{type(module).__name__} passes a mask of shape {tuple(mask.shape)}, which is more than padding: "
         "random batch attention cannot follow it"
     )
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether it still asks for our function: the user may have set another one since."""
+    return getattr(module.config, "_attn_implementation", None) == NAME
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """PyTorch Geometric's attention modules in random batches, and what its models need besides."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def adapt(model: nn.Module) -> None:
         elif not module._global and not again:
             module._global = True
         if not again:
-            module.register_forward_pre_hook(_OneGraph(), with_kwargs=True)
+            module.register_forward_pre_hook(_OneGraph(type(module)), with_kwargs=True)
 
 
 def skipped_on_purpose(model: nn.Module) -> bool:
@@ -77,21 +78,28 @@ def skipped_on_purpose(model: nn.Module) -> bool:
 
 
 class _OneGraph:
-    """Lets `model(x, edge_index)` and `batch=None` mean a single graph, and keeps the rows of a graph in order."""
+    """Lets `model(x, edge_index)` and `batch=None` mean a single graph, and keeps the rows of a graph in order.
+
+    Of a class whose `forward` takes no `x` and `batch`, nothing is changed.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.names = list(inspect.signature(kind.forward).parameters)[1:]
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        names = ("x", "edge_index", "batch")
-        placed = dict(zip(names, args, strict=False))
-        given = placed | kwargs
-        if len(given) < len(args) + len(kwargs) or "x" not in given:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        x, batch = given.get("x"), given.get("batch")
+        if "batch" not in self.names or len(given) < len(args) + len(kwargs) or not isinstance(x, Tensor):
             # Something twice, too much or missing: the model says what is wrong.
             return args, kwargs
-        if given.get("batch") is None:
-            x = given["x"]
-            given["batch"] = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        if batch is None:
+            batch = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         if isinstance(module, Polynormer):
-            given["batch"] = given["batch"].as_subclass(_SortsStably)
-        return (), given
+            batch = batch.as_subclass(_SortsStably)
+        place = self.names.index("batch")
+        if place < len(args):
+            return (*args[:place], batch, *args[place + 1 :]), kwargs
+        return args, kwargs | {"batch": batch}
 
 
 class _SortsStably(Tensor):

@@ -15,9 +15,9 @@ from randombatch.nn.sequences import attend_sequences
 class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
     """`nn.MultiheadAttention` restricted to random batches; self-attention only, the weights are never returned.
 
-    Only valid items of a sequence are divided: padding changes nothing, and padded positions come out as zero. (With
-    `attn_mask`, whose rows are positions, the padding is divided too.) Sequences of at most `batch_size` items are one
-    batch: exactly the original. Without mask and correction it streams like `RandomBatchAttention`.
+    Only valid items of a sequence are divided: padding changes nothing, and padded positions come out as zero. But
+    sequences of at most `batch_size` items are one batch: exactly the original. Without mask and correction it streams
+    like `RandomBatchAttention`.
     """
 
     batch_size: int
@@ -72,8 +72,7 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         x_BLF = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
         padding = _boolean(key_padding_mask, x_BLF)
         mask = _sdpa_mask(attn_mask, x_BLF, self.num_heads)
-        results = [self._attend(x_BLF, seed, padding, mask) for seed in self.seeds()]
-        out_BLF = mean(results)
+        out_BLF = mean(self._attend(x_BLF, seed, padding, mask) for seed in self.seeds())
         return (out_BLF[0] if query.dim() == 2 else out_BLF if self.batch_first else out_BLF.transpose(0, 1)), None
 
     def _attend(self, x_BLF: Tensor, seed: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -109,7 +108,7 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         options: dict[str, Any] = {"dropout_p": dropout_p, "self_correction": self.self_correction}
         out_BHLD = attend_sequences(q, k, v, valid, seed, self.batch_size, mask, **options)
         out_BLF = self.out_proj(out_BHLD.transpose(1, 2).reshape(batch, length, width))
-        if padding is None or mask is not None or length <= self.batch_size:
+        if padding is None or length <= self.batch_size:
             return out_BLF
         return out_BLF.masked_fill(padding.unsqueeze(-1), 0.0)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ from randombatch.nn.draws import Draws, mean
 
 # Modules keep about this many arrays as wide as their input alive; blocks are made smaller by it.
 ARRAYS_OF_A_MODULE = 4
+
+# Modules draw from torch's generators, which belong to the process: one thread at a time sets them.
+_generators = threading.RLock()
 
 
 class RandomBatch(Draws, nn.Module):
@@ -116,14 +120,22 @@ def apply_in_batches(
             "nn.DataParallel's copies of a module have no parameters to give gradients to: use "
             "nn.parallel.DistributedDataParallel"
         )
+    if any(map(nn.parameter.is_lazy, draws.parameters())):
+        # Lazy modules make their parameters in their first call.
+        with torch.no_grad():
+            function(x.new_zeros(1, 2, x.shape[-1]))
     parameters = list(draws.parameters())
 
     def compute(rows: Tensor, division: Division | GivenBatches) -> Tensor:
         return _Streamed.apply(function, division, draws, rows, *parameters)
 
+    def seeds() -> list[Tensor]:
+        with _generators:
+            return draws.seeds()
+
     if shard is not None:
         ptr = check_shard(x, mask, batch, ptr, shard)
-        stages = [in_batches(x, compute, shard, seed, draws.batch_size, ptr, mask) for seed in draws.seeds()]
+        stages = [in_batches(x, compute, shard, seed, draws.batch_size, ptr, mask) for seed in seeds()]
         return mean(interleave(*stages))
     ptr = check_rows(x, mask, batch, ptr)
     flat = x.reshape(-1, x.shape[-1])
@@ -131,10 +143,8 @@ def apply_in_batches(
         like, width = _kind(function, x)
         # Nothing to compute, but the result stays connected to its inputs.
         return like.new_zeros(*x.shape[:-1], width) + 0 * sum((p.sum() for p in parameters), x.sum())
-    results = []
-    for seed in draws.seeds():
-        results.append(compute(flat, divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)))
-    return mean(results).view(*x.shape[:-1], -1)
+    divisions = (divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask) for seed in seeds())
+    return mean(compute(flat, division) for division in divisions).view(*x.shape[:-1], -1)
 
 
 class _Streamed(torch.autograd.Function):
@@ -143,11 +153,13 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, division, module, x_NF, *parameters):
         ctx.division, ctx.training = division, module.training
+        # The number of threads, which it depends on, may be another one later.
+        ctx.block_rows = buffers.rows_per_block(ARRAYS_OF_A_MODULE * x_NF.shape[1], x_NF.device)
         ctx.passed = _AsItWas(module, function, x_NF.device) if any(ctx.needs_input_grad) else None
         ctx.autocast = torch.is_autocast_enabled(x_NF.device.type), torch.get_autocast_dtype(x_NF.device.type)
         ctx.save_for_backward(x_NF, *parameters)
         out_NF = None if division.num_items else _results(division, *_kind(function, x_NF), len(x_NF))
-        for number, rows, x_BPF in _blocks(x_NF, division):
+        for number, rows, x_BPF in _blocks(x_NF, division, ctx.block_rows):
             with _random_numbers(ctx, number, x_NF.device):
                 y_BPF = _checked(function(x_BPF), x_BPF)
             if out_NF is None:
@@ -170,10 +182,11 @@ class _Streamed(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(wanted)
         dx_NF = _results(ctx.division, x_NF, x_NF.shape[1], len(x_NF))
         with ctx.passed.restored(parameters) as function:
-            for number, rows, x_BPF in _blocks(x_NF, ctx.division):
+            for number, rows, x_BPF in _blocks(x_NF, ctx.division, ctx.block_rows):
                 x_BPF.requires_grad_()
                 with torch.enable_grad(), _random_numbers(ctx, number, x_NF.device):
-                    y_BPF = function(x_BPF)
+                    # A copy, because the module may begin with an operation in place.
+                    y_BPF = function(x_BPF.clone())
                 if number == ctx.division.first:
                     _check_origin(y_BPF, [x_BPF, *wanted])
                 home = ctx.division.home_of(rows)
@@ -261,9 +274,8 @@ def _results(division: Division | GivenBatches, like: Tensor, width: int, rows: 
     return buffers.new_rows(like, rows, width, zero=division.num_items < rows)
 
 
-def _blocks(x_NF: Tensor, division: Division | GivenBatches) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _blocks(x_NF: Tensor, division: Division | GivenBatches, size: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Number, rows and stacked input of each block."""
-    size = buffers.rows_per_block(ARRAYS_OF_A_MODULE * x_NF.shape[1], x_NF.device)
     for number, rows_BP in enumerate(division.blocks(size, x_NF.device), start=division.first):
         rows = rows_BP.flatten()
         yield number, rows, x_NF.detach().index_select(0, rows).view(*rows_BP.shape, x_NF.shape[1])
@@ -278,13 +290,26 @@ def _random_numbers(ctx, number: int, device: torch.device) -> Iterator[None]:
             yield
             return
         with _unchanged_generators(device):
-            torch.manual_seed(fold_in(ctx.division.seed, number))
+            _seed_generators(fold_in(ctx.division.seed, number), device)
             yield
 
 
-def _unchanged_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _unchanged_generators(device: torch.device) -> Iterator[None]:
     accelerators = [] if device.type == "cpu" else [device]
-    return torch.random.fork_rng(accelerators, device_type="cuda" if device.type == "cpu" else device.type)
+    with (
+        _generators,
+        torch.random.fork_rng(accelerators, device_type="cuda" if device.type == "cpu" else device.type),
+    ):
+        yield
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """Of the CPU and of this device. `torch.manual_seed` would change those of all devices."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        state = torch.Generator(device).manual_seed(seed).get_state()
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _checked(y: Tensor, x_BPF: Tensor) -> Tensor:

@@ -172,4 +172,6 @@ def test_what_is_refused_has_drawn_nothing(sizes, options: dict, error: type[Exc
     before = torch.get_rng_state()
     with pytest.raises(error, match=message):
         estimate_error(*inputs, sizes, **options)
+    with pytest.raises(ValueError, match="full attention is zero, because `value` is"):
+        estimate_error(*inputs[:2], 0 * inputs[2], [4])
     assert torch.equal(torch.get_rng_state(), before)

@@ -37,6 +37,11 @@ def options(case: str, length: int) -> dict[str, Any]:
         "boolean mask": lambda: torch.rand(length, length) < 0.5,
         "additive mask": lambda: torch.randn(BATCH, 1, length, length, dtype=torch.float64, requires_grad=True),
         "mask of heads": lambda: torch.randn(1, HEADS, length, length, dtype=torch.float64, requires_grad=True),
+        "boolean mask of keys": lambda: torch.rand(length) < 0.5,
+        "mask of keys": lambda: torch.randn(BATCH, HEADS, 1, length, dtype=torch.float64, requires_grad=True),
+        "mask of keys for all": lambda: torch.randn(length, dtype=torch.float64, requires_grad=True),
+        "mask of queries": lambda: torch.randn(HEADS, length, 1, dtype=torch.float64, requires_grad=True),
+        "one number": lambda: torch.randn((), dtype=torch.float64, requires_grad=True),
         "mask of all": lambda: torch.randn(BATCH, HEADS, length, length, dtype=torch.float64, requires_grad=True),
     }
     if case in mask:
@@ -64,6 +69,7 @@ def options(case: str, length: int) -> dict[str, Any]:
 CASES = [
     "plain", "scale", "causal", "dropout", "all dropped", "corrected", "padding", "padding, corrected", "everything",
     "boolean mask", "additive mask", "mask of heads", "mask of all",
+    "boolean mask of keys", "mask of keys", "mask of keys for all", "mask of queries", "one number",
 ]  # fmt: skip
 
 
@@ -106,7 +112,29 @@ def test_streams_through_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, leading dimensions split as well: the same numbers, dropout included."""
     monkeypatch.setattr("randombatch.attention.buffers.rows_per_block", lambda width, device, caches=None: 24)
     assert_same(inputs(101), Division(101, 7, 3), options("everything", 101))
-    assert_same(inputs(101), Division(101, 7, 3), options("mask of all", 101))
+    for case in ("mask of all", "mask of keys", "mask of queries"):
+        assert_same(inputs(101), Division(101, 7, 3), options(case, 101))
+
+
+@pytest.mark.parametrize("shape", [(300_000,), (1, 1, 300_000), (4, 300_000, 1), (2, 1, 1, 1, 300_000)])
+def test_a_mask_is_never_made_larger(shape: tuple[int, ...]) -> None:
+    """L x L numbers would not fit; nor would they as the mask's gradient."""
+    length = 300_000
+    leading = (2, 1, 4) if len(shape) == 5 else (4,)
+    qkv = [torch.randn(*leading, length, 2, requires_grad=True) for _ in range(3)]
+    mask = torch.randn(shape, requires_grad=True)
+    division = Division(length, 4, 3)
+    out = random_batch_attention(*qkv, division=division, attn_mask=mask)
+    out[..., :500, :].sum().backward()
+    assert mask.grad is not None
+    assert mask.grad.shape == mask.shape
+    rows = division.order(0, 40)
+    there = mask.detach().expand(*leading, *(shape[-2:] if len(shape) > 1 else (1, length)))
+    here = there[..., rows] if shape[-1] > 1 else there[..., rows, :]
+    alone = [x.detach()[..., rows, :].view(*leading, 10, 4, 2) for x in qkv]
+    masks = here.view(*leading, 10, *((1, 4) if shape[-1] > 1 else (4, 1)))
+    expected = torch.nn.functional.scaled_dot_product_attention(*alone, attn_mask=masks)
+    torch.testing.assert_close(out.detach()[..., rows, :], expected.reshape(*leading, 40, 2))
 
 
 def test_float32_stays_close_and_half_is_rounded_once() -> None:
@@ -254,6 +282,7 @@ def test_dropout_keeps_the_mean_and_drops_the_right_share() -> None:
     one, two = (random_batch_attention(q, q, v, division=Division(4000, 50, s), dropout_p=0.3) for s in (1, 2))
     assert not torch.equal(one, two)
     assert torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1].abs() < 0.08
+    assert (random_batch_attention(q, q, v, 50, dropout_p=1 - 1e-11) == 0).all(), "once kept, and multiplied by 1e11"
 
 
 def test_what_is_dropped_differs_between_heads_queries_and_keys() -> None:

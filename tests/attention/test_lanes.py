@@ -4,6 +4,8 @@ import contextlib
 import functools
 import gc
 import itertools
+import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from randombatch import RandomBatchAttention
-from randombatch.attention import buffers, lanes, layer, layer_lane
+from randombatch.attention import buffers, lanes, layer, layer_lane, layer_steps
 from randombatch.attention.lanes import in_lanes, lanes_for
 from randombatch.attention.projected import projected_attention
 from randombatch.attention.recycled import trim_memory
@@ -278,3 +280,49 @@ def test_inference_and_training_take_turns(options: dict[str, Any], n: int) -> N
         again = run(False)
     for other in (*inferred, again):
         assert torch.equal(trained, other)
+
+
+def test_steps_are_compiled_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that silence warnings at once would leave them silent for good."""
+    inside: list[int] = []
+    at_once: list[int] = []
+
+    class Watched(warnings.catch_warnings):
+        def __enter__(self) -> Any:
+            inside.append(threading.get_ident())
+            at_once.append(len(set(inside)))
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            inside.remove(threading.get_ident())
+
+    barrier, steps = threading.Barrier(2), []
+
+    def run() -> None:
+        barrier.wait()
+        steps.append(layer_steps.compiled())
+
+    layer_steps._compile.cache_clear()
+    monkeypatch.setattr(warnings, "catch_warnings", Watched)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(at_once) == {1}
+    assert steps[0] is steps[1], "compiled once"
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "sgformer"])
+def test_a_backward_pass_in_inference_mode_leaves_training_as_it_was(kernel: str) -> None:
+    layer_lane._kept.clear()
+    layer, x = RandomBatchAttention(8, 2, 16, kernel=kernel), torch.randn(100, 8, requires_grad=True)
+    out = layer(x)
+    with torch.inference_mode():
+        out.backward(torch.ones(100, 8))
+    layer.zero_grad()
+    x.grad = None
+    layer(x).sum().backward()
+    assert layer.in_proj_weight.grad is not None
+    assert layer.in_proj_weight.grad.abs().sum() > 0

@@ -137,7 +137,7 @@ def _counted(function: Any, calls: list[str]) -> Any:
 def test_steps_are_compiled_where_pytorch_geometric_is() -> None:
     """It replaces functions of torch."""
     pytest.importorskip("torch_geometric")
-    assert all(isinstance(step, torch.jit.ScriptFunction) for step in layer_steps.compiled.__wrapped__())
+    assert all(isinstance(step, torch.jit.ScriptFunction) for step in layer_steps._compile.__wrapped__())
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -8,7 +8,7 @@ import torch
 
 from randombatch import RandomBatchAttention
 from randombatch.attention import recycled
-from randombatch.attention.buffers import new_rows
+from randombatch.attention.buffers import Scratch, new_rows
 from randombatch.attention.recycled import LEAST_BYTES, Recycler, recycle_memory, trim_memory
 
 MB = 1 << 20
@@ -107,6 +107,15 @@ def attend() -> list[torch.Tensor]:
     return [out.detach().clone(), x.grad.clone()]
 
 
+def test_trimming_gives_back_what_waits(active: Recycler) -> None:
+    rows = new_rows(torch.empty(0), LEAST_BYTES // 4, 2)
+    del rows
+    gc.collect()
+    assert active.bytes > 0
+    trim_memory()
+    assert active.bytes == 0
+
+
 def test_the_same_numbers(active: Recycler) -> None:
     first = attend()
     used = active.bytes
@@ -144,9 +153,14 @@ def test_what_a_layer_keeps_for_the_backward_pass_is_used_again() -> None:
 
 def test_nothing_is_used_again_where_uninitialised_memory_is_filled() -> None:
     trim_memory()
+    slab = Scratch(torch.device("cpu"), torch.float32)
+    slab("any", 1000).fill_(1.0)
+    del slab
+    assert Scratch._spare[torch.device("cpu")]
     torch.use_deterministic_algorithms(True)
     try:
         new_rows(torch.empty(0), LEAST_BYTES, kept=True)
+        assert Scratch(torch.device("cpu"), torch.float32)("any", 1000).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
     assert recycled._kept.bytes == 0

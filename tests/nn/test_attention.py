@@ -1,5 +1,7 @@
 """`RandomBatchAttention`: parameters as in `nn.MultiheadAttention`, graphs never mix, padding never leaks."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 from torch import nn
 
 import randombatch as rb
-from randombatch import Division, RandomBatchAttention, fold_in
+from randombatch import Division, RandomBatch, RandomBatchAttention, fold_in
 from randombatch.attention import naive_attention
+from randombatch.nn import wrapper
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -67,6 +70,31 @@ def test_one_forward_draws_one_integer_from_the_default_generator() -> None:
     torch.manual_seed(5)
     torch.randint((1 << 63) - 1, ())
     assert torch.randint(1 << 30, ()) == after
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_rounds_are_held_one_at_a_time(wrap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref] = []
+    at_once: list[int] = []
+
+    def watched(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            at_once.append(sum(ref() is not None for ref in alive))
+            out = compute(*args, **kwargs)
+            alive.append(weakref.ref(out))
+            return out
+
+        return computed
+
+    layer: Any = RandomBatch(nn.Linear(8, 8), 4) if wrap else RandomBatchAttention(8, batch_size=4)
+    if wrap:
+        monkeypatch.setattr(wrapper._Streamed, "apply", watched(wrapper._Streamed.apply))
+    else:
+        monkeypatch.setattr(layer, "_attend", watched(layer._attend))
+    layer.eval().eval_rounds = 6
+    with torch.no_grad():
+        layer(torch.randn(50, 8))
+    assert at_once == [0, 1, 1, 1, 1, 1]
 
 
 def test_evaluation_averages_its_rounds() -> None:
@@ -137,6 +165,19 @@ def test_graph_numbers_may_be_anything() -> None:
     assert torch.equal(layer(x, batch=short[number]), expected), "differences do not fit into the type"
     for dtype in (torch.uint8, torch.uint16, torch.int16, torch.int32):
         assert torch.equal(layer(x, batch=number.to(dtype)), layer(x, batch=number))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 100])
+def test_graphs_are_counted_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = RandomBatchAttention(8, batch_size=4).eval(), torch.randn(30, 8)
+    in_order = torch.tensor([3] * 9 + [4] + [7] * 15 + [9] * 5, dtype=torch.uint8)
+    ptr = torch.tensor([0, 9, 10, 25, 30])
+    mixed = torch.randperm(30)
+    expected = layer(x, ptr=ptr)
+    monkeypatch.setattr("randombatch.attention.rows.PIECE", piece)
+    assert torch.equal(layer(x, batch=in_order), expected)
+    by_graph = torch.argsort(in_order[mixed], stable=True)
+    assert torch.equal(layer(x[mixed], batch=in_order[mixed])[by_graph], layer(x[mixed][by_graph], ptr=ptr))
 
 
 def test_gradient_of_padding_is_zero() -> None:
@@ -269,6 +310,9 @@ def test_bad_configuration(kwargs: dict, error: type[Exception], message: str) -
         (torch.randn(10, 8), {"batch": torch.zeros(9).long()}, ValueError, "`batch` must be 10 integers"),
         (torch.randn(2, 5, 8), {"batch": torch.zeros(10).long()}, ValueError, "for \\(B, N, F\\) give `mask`"),
         (torch.randn(1, 5, 8), {"mask": torch.ones(1, 5, device="meta").bool()}, ValueError, "`mask` is on meta but"),
+        (torch.randn(5, 8), {"batch": torch.zeros(5, dtype=torch.complex64)}, ValueError, "`batch` must be 5 integers"),
+        (torch.randn(5, 8), {"batch": torch.zeros(5).long().to_sparse()}, TypeError, "`batch` must be a dense tensor"),
+        (torch.randn(5, 8), {"ptr": torch.tensor([0, 5]).to_sparse()}, TypeError, "`ptr` must be a dense tensor"),
         (torch.randn(5, 8), {"batch": torch.zeros(5, device="meta").long()}, ValueError, "`batch` is on meta but"),
         (torch.randn(5, 8), {"ptr": torch.zeros(2, device="meta").long()}, ValueError, "`ptr` is on meta but"),
     ],

@@ -252,10 +252,34 @@ def test_the_function_itself_refuses_what_it_cannot_do() -> None:
     causal = transformers.masking_utils.causal_mask_function
     with pytest.raises(ValueError, match="causal, sliding-window or packed"):
         hf.padding_mask(q_length=10, kv_length=10, mask_function=causal)
-    with pytest.raises(ValueError, match="query length 1 and key length 10 differ"):
-        hf.padding_mask(q_length=1, kv_length=10)
-    with pytest.raises(ValueError, match="query length 1 and key length 10 differ"):
-        hf.padding_mask(cache_position=torch.tensor([9]), kv_length=10)
+
+
+def test_a_pooling_head_gets_the_mask_that_it_expects() -> None:
+    config = getattr(transformers, "Siglip2VisionConfig", None)
+    if config is None:
+        pytest.skip("this version of transformers has no Siglip2 with a mask for its pooling head")
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    model = transformers.Siglip2VisionModel(config(**shape, patch_size=4, num_patches=64)).eval()
+    given = {
+        "pixel_values": torch.randn(2, 64, 48),
+        "pixel_attention_mask": (torch.arange(64) < torch.tensor([[64], [36]])).long(),
+        "spatial_shapes": torch.tensor([[8, 8], [6, 6]]),
+    }
+    before = model(**given).pooler_output
+    torch.testing.assert_close(convert(model, 64)(**given).pooler_output, before, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(convert(model, 8)(**given).pooler_output, before)
+
+
+def test_a_model_that_is_refused_in_its_forward_can_be_used_again() -> None:
+    model = convert(transformers.ModernBertModel(
+        transformers.ModernBertConfig(**SMALL, vocab_size=50, pad_token_id=0, global_attn_every_n_layers=2)
+    ).eval(), 8)  # fmt: skip
+    ids, _ = tokens()
+    with pytest.raises(ValueError, match=r"more than padding.*set_attn_implementation\('sdpa'\)"):
+        model(ids)
+    model.set_attn_implementation("sdpa")
+    assert converted(model) == {}
+    assert bool(model(ids).last_hidden_state.isfinite().all())
 
 
 def test_a_saved_model_runs_in_another_process(tmp_path: Path) -> None:

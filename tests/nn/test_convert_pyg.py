@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, GPSConv
 from torch_geometric.nn.models import Polynormer, SGFormer
 
@@ -128,7 +129,7 @@ def test_sgformer_keeps_its_parameter_lists_alive() -> None:
 
 
 def test_polynormer_is_switched_on_and_may_be_switched_off_for_its_local_phase() -> None:
-    model = Polynormer(16, 16, 4, local_layers=2)
+    model = Polynormer(16, 16, 4, local_layers=2).eval()
     assert not model._global
     convert(model, 8)
     assert model._global
@@ -176,3 +177,55 @@ def test_self_correction_is_refused_for_linear_attention() -> None:
     with pytest.raises(ValueError, match="`self_correction` is for softmax attention"):
         convert(model, 8, self_correction=True)
     assert converted(model) == {}
+
+
+class Alone(SGFormer):
+    """The usual way round the `batch` that this class wants."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x, edge_index, torch.zeros(len(x), dtype=torch.long))
+
+
+class Renamed(SGFormer):
+    def forward(self, x: Tensor, adj: Tensor, batch: Tensor | None) -> Tensor:
+        return super().forward(x, adj, batch)
+
+
+class Reordered(SGFormer):
+    def forward(self, x: Tensor, batch: Tensor | None, edge_index: Tensor) -> Tensor:
+        return super().forward(x, edge_index, batch)
+
+
+class OfData(SGFormer):
+    def forward(self, data: Data) -> Tensor:
+        return super().forward(data.x, data.edge_index, data.batch)
+
+
+def test_subclasses_with_arguments_of_their_own() -> None:
+    x, edge_index, batch = graph([60])
+    given: dict[type[SGFormer], tuple] = {
+        SGFormer: (x, edge_index, None),
+        Alone: (x, edge_index),
+        Renamed: (x, edge_index, None),
+        Reordered: (x, None, edge_index),
+        OfData: (Data(x=x, edge_index=edge_index, batch=batch),),
+    }
+    weights = MODELS["sgformer"]().state_dict()
+    outputs = []
+    for kind, args in given.items():
+        model = kind(16, 16, 4, trans_num_heads=2, trans_dropout=0.0, gnn_dropout=0.0)
+        model.load_state_dict(weights)
+        outputs.append(convert(model, 8).eval()(*args))
+    for out in outputs[1:]:
+        assert torch.equal(out, outputs[0])
+
+
+def test_hooks_still_see_the_arguments() -> None:
+    model = MODELS["sgformer"]()
+    seen: list[int] = []
+    model.register_forward_hook(lambda module, args, out: seen.append(len(args)))
+    convert(model, 8)
+    x, edge_index, batch = graph([60])
+    for args in ((x, edge_index), (x, edge_index, None), (x, edge_index, batch)):
+        model(*args)
+    assert seen == [2, 3, 3]

@@ -112,7 +112,7 @@ def test_survives_copying_and_pickling() -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), out)
     armed = convert(encoder(), 4)
     for twin in (copy.deepcopy(armed), pickle.loads(pickle.dumps(armed))):
-        twin(x)
+        twin.eval()(x)
         assert not twin._forward_hooks, "the proof of a copy is its own"
     assert armed._forward_hooks
 
@@ -175,7 +175,7 @@ def test_the_proof_finds_a_skipped_attention() -> None:
     with pytest.raises(RuntimeError, match="never called in this forward: unused"):
         model(torch.randn(1, 10, 8))
     fine = convert(Bypasses(), 4, names=["used"])
-    fine(torch.randn(1, 10, 8))
+    fine.eval()(torch.randn(1, 10, 8))
     assert not fine._forward_hooks, "the proof is over after one forward"
     assert fine.used.witness is None
 
@@ -280,6 +280,41 @@ def test_bad_input(x: torch.Tensor, options: dict, error: type[Exception], messa
     with pytest.raises(error, match=message):
         attention(x, x, x, **options)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("self_correction", [False, True])
+def test_with_a_mask_of_positions_too_padding_changes_nothing(per_head: bool, self_correction: bool) -> None:
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    nn.init.ones_(attention.out_proj.bias)
+    ours = convert(attention, 6, self_correction=self_correction).eval()
+    x, lengths = torch.randn(3, 50, 16), (20, 9, 0)
+
+    def run(length: int) -> torch.Tensor:
+        padding = torch.arange(length) >= torch.tensor(lengths)[:, None]
+        mask = bias[:, :length, :length] if per_head else bias[0, :length, :length]
+        given = x[:, :length].masked_fill(padding[:, :, None], float("nan")) if length == 50 else x[:, :length]
+        return ours(given, given, given, key_padding_mask=padding, attn_mask=mask)[0]
+
+    bias = torch.randn(12, 50, 50)
+    short, long = run(20), run(50)
+    for number, n in enumerate(lengths):
+        torch.testing.assert_close(short[number, :n], long[number, :n])
+        assert (short[number, n:] == 0).all()
+        assert (long[number, n:] == 0).all()
+        mask = bias[4 * number : 4 * number + 4, :n, :n] if per_head else bias[0, :n, :n]
+        alone = x[number, :n]
+        torch.testing.assert_close(ours(alone, alone, alone, attn_mask=mask)[0], short[number, :n])
+    full = convert(attention, 50, self_correction=self_correction).eval()
+    alone = x[0, :20]
+    assert not torch.allclose(full(alone, alone, alone, attn_mask=bias[0, :20, :20])[0], short[0])
+
+
+def test_sequences_with_a_mask_drop_different_weights() -> None:
+    attention = convert(nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True), 6)
+    x = torch.randn(1, 20, 16).expand(2, -1, -1)
+    out, _ = attention(x, x, x, key_padding_mask=torch.zeros(2, 20, dtype=torch.bool), attn_mask=torch.zeros(20, 20))
+    assert not torch.equal(out[0], out[1])
 
 
 @pytest.mark.parametrize("self_correction", [False, True])

@@ -134,6 +134,42 @@ def test_an_attention_replaced_by_itself_after_the_whole() -> None:
     assert not model._forward_hooks
 
 
+class Shortcut(nn.Module):
+    """Computes some of its attention in a way of its own in `eval()`."""
+
+    def __init__(self, around: set[int]) -> None:
+        super().__init__()
+        self.around = around
+        self.parts = nn.ModuleList(nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, src: Tensor) -> Tensor:
+        for number, attention in enumerate(self.parts):
+            if self.training or number not in self.around:
+                src = attention(src, src, src, need_weights=False)[0]
+        return src
+
+
+def test_evaluation_is_proved_after_training_too() -> None:
+    given = sequences()["src"]
+    for around in ({0, 1}, {0}, set()):
+        model = convert(Shortcut(around), 4)
+        for _ in range(2):
+            model.train()(given)
+            assert all(part.witness is None for part in model.parts), "training is proved, and counts no longer"
+        model.eval()
+        if len(around) == 2:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="never called in this forward: parts.0, parts.1"):
+                    model(given)
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(given)
+        assert [str(w.message)[:32] for w in caught] == ["parts.0 was called in training b"] * len(around)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+
+
 def test_what_two_conversions_by_name_have_to_prove() -> None:
     model = Bypasses().eval()
     for name in ("unused.self_attn", "used.self_attn"):

@@ -1,5 +1,6 @@
 """`RandomBatch`: any attention in batches equals a loop over batches, and padding no longer leaks into PyG's."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -326,3 +327,69 @@ def test_a_gradient_is_not_lost_without_a_word() -> None:
     wrapped.module.gate = gate.detach()
     wrapped(x).sum().backward()
     assert x.grad is not None
+
+
+def test_other_numbers_of_threads_in_the_backward_pass() -> None:
+    """Blocks, and with them what is dropped, are those of the forward pass."""
+    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 5, bias=False)).double()
+    wrapped, x = RandomBatch(module, 16), torch.randn(20_000, 64, dtype=torch.float64)
+    out = wrapped(x)
+    torch.set_num_threads(2)
+    out.sum().backward()
+    # The output is linear in the weight.
+    torch.testing.assert_close((module[1].weight.grad * module[1].weight).sum(), out.sum())
+
+
+def test_threads_do_not_change_each_others_random_numbers() -> None:
+    """Modules draw from the process's generator."""
+    failures: list[int] = []
+    modules = [nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 5, bias=False)).double() for _ in range(3)]
+    x = torch.randn(3000, 64, dtype=torch.float64)
+
+    def train(number: int) -> None:
+        module = modules[number]
+        wrapped = RandomBatch(module, 16)
+        for _ in range(15):
+            module.zero_grad()
+            out = wrapped(x)
+            out.sum().backward()
+            if not torch.allclose((module[1].weight.grad * module[1].weight).sum(), out.sum()):
+                failures.append(number)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_only_generators_of_the_devices_in_use_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` would set those of all accelerators, which nobody sets back."""
+
+    def all_devices(seed: int) -> None:
+        raise AssertionError("generators of accelerators were set for a module on the CPU")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", all_devices)
+    RandomBatch(nn.Dropout(0.5), 4)(torch.randn(20, 8))
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True)])
+def test_a_module_may_begin_in_place(first: nn.Module) -> None:
+    module = nn.Sequential(first, nn.Linear(8, 5)).double()
+    wrapped = RandomBatch(module, 4).eval()
+    x = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    before, leaves = x.detach().clone(), [x, *module.parameters()]
+    ours, truth = wrapped(x), module(x.clone())
+    torch.testing.assert_close(ours, truth)
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(truth.sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(x, before)
+
+
+def test_lazy_modules_learn_from_the_first_step() -> None:
+    wrapped, x = RandomBatch(nn.Sequential(nn.LazyLinear(8), nn.Tanh()), 4), torch.randn(30, 6)
+    wrapped(x).sum().backward()
+    for p in wrapped.parameters():
+        assert p.grad is not None
+        assert p.grad.abs().sum() > 0

@@ -92,7 +92,8 @@ class Hashed:
         self._tables: tuple | None = None
         # Fewer items are sorted instead of sent through the network.
         if recipe.num_nodes >= SORTED_BELOW:
-            self._tables = recipe.permutation(ORDER).tables[:4]
+            tables = recipe.permutation(ORDER).tables
+            self._tables = tables.bits, tables.shift, tables.flip, tables.reduced
 
     def _start(self, stream: int) -> int:
         return hash_start(self.recipe.seed_of(stream)) % (1 << 64)
