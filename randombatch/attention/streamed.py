@@ -255,18 +255,12 @@ def _sum_groups(part_GPD: Tensor, table: _Table, block: _Block, rows: Tensor) ->
 def _add_mask_gradient(dmask: Tensor, dlogits_GPP: Tensor, block: _Block) -> None:
     batches, size = block.rows_CP.shape
     part = dlogits_GPP.view(block.lead.stop - block.lead.start, -1, batches, size, size)
-    part = part.sum(1, keepdim=True) if dmask.shape[1] == 1 else part
-    part = part.sum(0, keepdim=True) if dmask.shape[0] == 1 else part
     target = dmask if dmask.shape[0] == 1 else dmask[block.lead]
-    queries, keys = _places(dmask, block.rows_CP)
-    # Each place once: what shares one is added up first.
-    if dmask.shape[2] == 1:
-        part, queries = part.sum(3, keepdim=True), queries[:, :1]
-    if dmask.shape[3] == 1:
-        part, keys = part.sum(4, keepdim=True), keys[:, :, :1]
-    if dmask.shape[2] == dmask.shape[3] == 1:
-        part, queries, keys = part.sum(2, keepdim=True), queries[:1], keys[:1]
-    target[:, :, queries, keys] += part.to(dmask.dtype)
+    # Each place once: what shares one is added up.
+    tall, wide = dmask.shape[2] > 1, dmask.shape[3] > 1
+    once = slice(None if tall or wide else 1), slice(None if tall else 1), slice(None if wide else 1)
+    queries, keys = (places[once] for places in torch.broadcast_tensors(*_places(dmask, block.rows_CP)))
+    target[:, :, queries, keys] += part.sum_to_size(*target.shape[:2], *queries.shape).to(dmask.dtype)
 
 
 @attention_backward.register_fake

@@ -12,7 +12,7 @@ from randombatch.distributed.shard import Shard
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
 from randombatch.models.dense import linear
-from randombatch.nn.draws import Draws, mean
+from randombatch.nn.draws import Draws, mean_over
 
 # A branch yields where its rows are under way and the other branch could compute.
 Stages = Generator[None, None, Tensor]
@@ -99,11 +99,11 @@ class GlobalAttention(Draws, nn.Module):
             return attend(x, batches)
 
         if shard is None:
-            return mean([attend(x, seed=seed) for seed in seeds])
+            return mean_over(seeds, lambda seed: attend(x, seed=seed))
         results = []
         for seed in seeds:
             results.append((yield from in_batches(x, attend, shard, seed, batch_size, ptr)))
-        return mean(results)
+        return mean_over(results, lambda result: result)
 
     def _value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         eye = torch.eye(self.channels, dtype=x.dtype, device=x.device)

@@ -12,7 +12,7 @@ from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import Division
 from randombatch.given_batches import GivenBatches
-from randombatch.nn.draws import Draws, mean
+from randombatch.nn.draws import Draws, mean_over
 
 
 class RandomBatchAttention(Draws, nn.Module):
@@ -138,14 +138,14 @@ class RandomBatchAttention(Draws, nn.Module):
             return self.out_proj(x) + 0 * sum(p.sum() for p in self.parameters())
         rows = x.reshape(-1, x.shape[-1])
         if shard is None:
-            results = (self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask) for seed in self.seeds())
-            return mean(results).view(x.shape)
+            out = mean_over(self.seeds(), lambda seed: self._attend(rows, seed, ptr=ptr, batch=batch, mask=mask))
+            return out.view(x.shape)
 
         def attend(own: Tensor, batches: Division | GivenBatches) -> Tensor:
             return self._attend(own, None, division=batches, pieces=shard.num_pieces)
 
         stages = [in_batches(rows, attend, shard, seed, self.batch_size, ptr, mask) for seed in self.seeds()]
-        return mean(interleave(*stages))
+        return mean_over(interleave(*stages), lambda result: result)
 
     def _attend(self, rows: Tensor, seed: Tensor | None, **which: Any) -> Tensor:
         return projected_attention(

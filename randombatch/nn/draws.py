@@ -1,6 +1,7 @@
 """When a module draws its divisions."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch import Tensor
 from randombatch.attention.softmax import compute_dtype
 from randombatch.checks import check_batch_size
 from randombatch.division import draw_seed, fold_in
+
+Round = TypeVar("Round")
 
 
 class Draws:
@@ -43,15 +46,15 @@ def _check_rounds(rounds: int, name: str) -> None:
         raise ValueError(f"`{name}` must be an int of at least 1, got {rounds!r}")
 
 
-def mean(results: Iterable[Tensor]) -> Tensor:
-    """Their mean, which may take the place of the first; of those that a generator makes, two are held at a time."""
-    results = iter(results)
-    first = next(results)
-    total, count = first, 1
-    for result in results:
-        if count == 1:
-            total = first.to(compute_dtype(first.dtype))
-        total, count = total.add_(result), count + 1
-        # Before the next one is made.
-        del result
-    return total if count == 1 else total.div_(count).to(first.dtype)
+def mean_over(rounds: Sequence[Round], compute: Callable[[Round], Tensor]) -> Tensor:
+    """The mean of what is computed in each round (of a seed, say), of which two results are held at a time."""
+    first = compute(rounds[0])
+    if len(rounds) == 1:
+        return first
+    dtype = first.dtype
+    # Others may hold it, or hooks forbid changing it.
+    total = first.to(compute_dtype(dtype), copy=True)
+    del first
+    for following in rounds[1:]:
+        total.add_(compute(following))
+    return total.div_(len(rounds)).to(dtype)

@@ -16,7 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from randombatch.checks import check_batch_size
 from randombatch.division import draw_seed
-from randombatch.nn.draws import fixed_seeds, mean
+from randombatch.nn.draws import fixed_seeds, mean_over
 from randombatch.nn.sequences import attend_sequences
 
 NAME = "random_batch"
@@ -133,7 +133,11 @@ def random_batch_forward(
         layer = 0
     rounds = getattr(config, "random_batch_eval_rounds", 1)
     seeds = [draw_seed()] if module.training else fixed_seeds(layer, rounds, "config.random_batch_eval_rounds")
-    out_BHLD = mean(attend_sequences(query, key, value, attention_mask, seed, **options) for seed in seeds)
+
+    def attend(seed: Tensor) -> Tensor:
+        return attend_sequences(query, key, value, attention_mask, seed, **options)
+
+    out_BHLD = mean_over(seeds, attend)
     return out_BHLD.transpose(1, 2).contiguous(), None
 
 

@@ -4,11 +4,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 
 class Calls:
-    """How often one attention module was called in this forward, and whether ever.
+    """How often one attention module was called in this forward, and whether in any that ended well.
 
     Each module has its own: compiled code of one layer serves the next, and would name the first one's module.
 
@@ -20,7 +21,7 @@ class Calls:
         self.now, self.ever, self.resting = 0, False, False
 
     def add(self) -> None:
-        self.now, self.ever = self.now + 1, True
+        self.now += 1
 
 
 class Watched(NamedTuple):
@@ -44,7 +45,7 @@ class Proof:
 
     def __init__(self) -> None:
         self.watched: list[Watched] = []
-        self.trained = False
+        self.trained = self.done = False
         # Whether a model leaves its attention out by its own choice.
         self.excused: Callable[[nn.Module], bool] | None = None
 
@@ -56,9 +57,11 @@ class Proof:
         """Watch the model, also for what it still has to prove from before."""
         for hook in list(model._forward_hooks.values()):
             if isinstance(hook, Proof):
-                self.watched += hook._present(model)
+                again = {id(watched.module) for watched in self.watched}
+                self.watched += [watched for watched in hook._present(model) if id(watched.module) not in again]
                 hook._disarm()
         for watched in self.watched:
+            watched.calls.resting = False
             setattr(watched.module, watched.attribute, watched.calls)
         if self.watched:
             self.handles = model.register_forward_pre_hook(self._begin), model.register_forward_hook(self)
@@ -74,7 +77,7 @@ class Proof:
         return [w for w in there if getattr(w.module, w.attribute) is (None if w.calls.resting else w.calls)]
 
     def _begin(self, model: nn.Module, args: tuple) -> None:
-        if self.trained and model.training:
+        if self.done or (self.trained and model.training):
             return
         for watched in self._present(model):
             watched.calls.now, watched.calls.resting = 0, False
@@ -84,9 +87,13 @@ class Proof:
         # `nn.DataParallel` runs copies, whose modules are others.
         if getattr(model, "_is_replica", False) or (self.excused is not None and self.excused(model)):
             return
-        if self.trained and model.training:
+        if self.done and not torch.compiler.is_compiling():
+            self._disarm()
+        if self.done or (self.trained and model.training):
             return
         present = self._present(model)
+        for watched in present:
+            watched.calls.ever |= watched.calls.now > 0
         names = {id(m): name for name, m in model.named_modules()}
         never = [w for w in present if not w.calls.ever]
         skipped = [w for w in present if not w.calls.now]
@@ -115,8 +122,9 @@ class Proof:
         for watched in present:
             watched.calls.resting = True
             setattr(watched.module, watched.attribute, None)
-        self.trained = True
-        if not model.training:
+        self.trained, self.done = True, not model.training
+        # Compiled code cannot: it stays until a forward that is not compiled, and does nothing.
+        if self.done and not torch.compiler.is_compiling():
             self._disarm()
 
 

@@ -80,11 +80,16 @@ def skipped_on_purpose(model: nn.Module) -> bool:
 class _OneGraph:
     """Lets `model(x, edge_index)` and `batch=None` mean a single graph, and keeps the rows of a graph in order.
 
-    Of a class whose `forward` takes no `x` and `batch`, nothing is changed.
+    Of a class whose `forward` takes no `x` and `batch`, nor passes on what it takes, nothing is changed.
     """
 
     def __init__(self, kind: type[nn.Module]) -> None:
-        self.names = list(inspect.signature(kind.forward).parameters)[1:]
+        every = list(inspect.signature(kind.forward).parameters.values())[1:]
+        self.names = [p.name for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        kinds = {p.kind for p in every}
+        if "batch" not in self.names and inspect.Parameter.VAR_KEYWORD in kinds:
+            on = ["x", "edge_index", "batch"]
+            self.names = on if inspect.Parameter.VAR_POSITIONAL in kinds else [*self.names, "batch"]
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = dict(zip(self.names, args, strict=False)) | kwargs

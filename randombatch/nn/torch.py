@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from randombatch.attention.projected import projected_attention
 from randombatch.attention.rows import check_fit, check_numbers, check_rows
-from randombatch.nn.draws import Draws, mean
+from randombatch.nn.draws import Draws, mean_over
 from randombatch.nn.sequences import attend_sequences
 
 
@@ -72,19 +72,16 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         x_BLF = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
         padding = _boolean(key_padding_mask, x_BLF)
         mask = _sdpa_mask(attn_mask, x_BLF, self.num_heads)
-        out_BLF = mean(self._attend(x_BLF, seed, padding, mask) for seed in self.seeds())
+        out_BLF = mean_over(self.seeds(), lambda seed: self._attend(x_BLF, seed, padding, mask))
         return (out_BLF[0] if query.dim() == 2 else out_BLF if self.batch_first else out_BLF.transpose(0, 1)), None
 
     def _attend(self, x_BLF: Tensor, seed: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor:
         batch, length, width = x_BLF.shape
         dropout_p = self.dropout if self.training else 0.0
-        if (
-            mask is None
-            and not self.self_correction
-            and x_BLF.numel()
-            and (padding is None or length > self.batch_size)
-        ):
-            valid = None if padding is None else ~padding
+        valid = None if padding is None else ~padding
+        # Otherwise padded queries are computed with the others.
+        apart = padding is not None and length > self.batch_size
+        if mask is None and not self.self_correction and x_BLF.numel() and (padding is None or apart):
             out_NF = projected_attention(
                 x_BLF.reshape(-1, width),
                 self.in_proj_weight,
@@ -99,18 +96,18 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
                 dropout_p=dropout_p,
             )
             return out_NF.view(x_BLF.shape)
+        if padding is not None and apart:
+            # What is in the padding would reach the weights' gradients, NaN at least.
+            x_BLF = x_BLF.masked_fill(padding.unsqueeze(-1), 0.0)
         q, k, v = (
             F.linear(x_BLF, self.in_proj_weight, self.in_proj_bias)
             .view(batch, length, 3, self.num_heads, self.head_dim)
             .permute(2, 0, 3, 1, 4)
         )
-        valid = None if padding is None else ~padding
         options: dict[str, Any] = {"dropout_p": dropout_p, "self_correction": self.self_correction}
         out_BHLD = attend_sequences(q, k, v, valid, seed, self.batch_size, mask, **options)
         out_BLF = self.out_proj(out_BHLD.transpose(1, 2).reshape(batch, length, width))
-        if padding is None or length <= self.batch_size:
-            return out_BLF
-        return out_BLF.masked_fill(padding.unsqueeze(-1), 0.0)
+        return out_BLF.masked_fill(padding.unsqueeze(-1), 0.0) if padding is not None and apart else out_BLF
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, num_heads={self.num_heads}, batch_size={self.batch_size}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +17,23 @@ from randombatch.distributed.exchange import check_shard, in_batches, interleave
 from randombatch.distributed.shard import Shard
 from randombatch.division import Division, fold_in
 from randombatch.given_batches import GivenBatches
-from randombatch.nn.draws import Draws, mean
+from randombatch.nn.draws import Draws, mean_over
 
 # Modules keep about this many arrays as wide as their input alive; blocks are made smaller by it.
 ARRAYS_OF_A_MODULE = 4
 
 # Modules draw from torch's generators, which belong to the process: one thread at a time sets them.
 _generators = threading.RLock()
+
+
+def _unlock() -> None:
+    """In a forked process, where the thread that may have held it is not."""
+    global _generators
+    _generators = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 class RandomBatch(Draws, nn.Module):
@@ -120,6 +131,7 @@ def apply_in_batches(
             "nn.DataParallel's copies of a module have no parameters to give gradients to: use "
             "nn.parallel.DistributedDataParallel"
         )
+    ptr = check_rows(x, mask, batch, ptr) if shard is None else check_shard(x, mask, batch, ptr, shard)
     if any(map(nn.parameter.is_lazy, draws.parameters())):
         # Lazy modules make their parameters in their first call.
         with torch.no_grad():
@@ -134,17 +146,18 @@ def apply_in_batches(
             return draws.seeds()
 
     if shard is not None:
-        ptr = check_shard(x, mask, batch, ptr, shard)
         stages = [in_batches(x, compute, shard, seed, draws.batch_size, ptr, mask) for seed in seeds()]
-        return mean(interleave(*stages))
-    ptr = check_rows(x, mask, batch, ptr)
+        return mean_over(interleave(*stages), lambda result: result)
     flat = x.reshape(-1, x.shape[-1])
     if not len(flat):
         like, width = _kind(function, x)
         # Nothing to compute, but the result stays connected to its inputs.
         return like.new_zeros(*x.shape[:-1], width) + 0 * sum((p.sum() for p in parameters), x.sum())
-    divisions = (divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask) for seed in seeds())
-    return mean(compute(flat, division) for division in divisions).view(*x.shape[:-1], -1)
+
+    def divide(seed: Tensor) -> Division | GivenBatches:
+        return divide_rows(len(flat), seed, draws.batch_size, ptr, batch, mask)
+
+    return mean_over(seeds(), lambda seed: compute(flat, divide(seed))).view(*x.shape[:-1], -1)
 
 
 class _Streamed(torch.autograd.Function):

@@ -201,6 +201,16 @@ class OfData(SGFormer):
         return super().forward(data.x, data.edge_index, data.batch)
 
 
+class PassesOn(SGFormer):
+    def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return super().forward(x, *args, **kwargs)
+
+
+class PassesOnByName(SGFormer):
+    def forward(self, x: Tensor, edge_index: Tensor, **kwargs: Tensor) -> Tensor:
+        return super().forward(x, edge_index, **kwargs)
+
+
 def test_subclasses_with_arguments_of_their_own() -> None:
     x, edge_index, batch = graph([60])
     given: dict[type[SGFormer], tuple] = {
@@ -208,6 +218,8 @@ def test_subclasses_with_arguments_of_their_own() -> None:
         Alone: (x, edge_index),
         Renamed: (x, edge_index, None),
         Reordered: (x, None, edge_index),
+        PassesOn: (x, edge_index),
+        PassesOnByName: (x, edge_index),
         OfData: (Data(x=x, edge_index=edge_index, batch=batch),),
     }
     weights = MODELS["sgformer"]().state_dict()

@@ -310,6 +310,32 @@ def test_with_a_mask_of_positions_too_padding_changes_nothing(per_head: bool, se
     assert not torch.allclose(full(alone, alone, alone, attn_mask=bias[0, :20, :20])[0], short[0])
 
 
+@pytest.mark.parametrize("how", ["mask", "correction"])
+def test_padding_does_not_reach_the_gradients(how: str) -> None:
+    grads = []
+    for junk in (0.0, float("nan")):
+        torch.manual_seed(1)
+        attention = convert(nn.MultiheadAttention(16, 4, batch_first=True), 6, self_correction=how == "correction")
+        x, padding = torch.randn(2, 20, 16), torch.arange(20) >= torch.tensor([20, 9])[:, None]
+        x[padding] = junk
+        mask = torch.zeros(20, 20) if how == "mask" else None
+        attention.eval()(x, x, x, key_padding_mask=padding, attn_mask=mask)[0].sum().backward()
+        grads.append([p.grad for p in attention.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_rounds_change_nothing_that_hooks_hold() -> None:
+    attention = convert(nn.MultiheadAttention(16, 4, batch_first=True), 6, self_correction=True, eval_rounds=3).eval()
+    seen: list[torch.Tensor] = []
+    attention.out_proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    attention.out_proj.register_forward_hook(lambda module, args, out: out.tanh())
+    x = torch.randn(2, 20, 16, requires_grad=True)
+    out, _ = attention(x, x, x)
+    torch.testing.assert_close(out, torch.stack(seen).tanh().mean(0))
+    out.sum().backward()
+
+
 def test_sequences_with_a_mask_drop_different_weights() -> None:
     attention = convert(nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True), 6)
     x = torch.randn(1, 20, 16).expand(2, -1, -1)

@@ -80,8 +80,44 @@ def test_compiled_before_the_first_forward(name: str, first: str) -> None:
     compiled.eval()
     with torch.no_grad():
         ours = numbers(compiled(**given))
-        assert not any(type(hook).__name__ == "Proof" for hook in model._forward_hooks.values())
         torch.testing.assert_close(ours, numbers(model(**given)), rtol=1e-4, atol=1e-5)
+        assert not any(type(hook).__name__ == "Proof" for hook in model._forward_hooks.values())
+
+
+def test_compiled_steps_and_evaluation_after_them_are_whole_and_compiled_once() -> None:
+    model, given = convert(encoder(), 4), {"src": torch.randn(2, 20, 16)}
+    model.train()(**given)
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(4):
+        compiled(**given).sum().backward()
+    assert len(graphs) == 1
+    model.eval()
+    for _ in range(4):
+        compiled(**given)
+    assert len(graphs) <= 3
+    model(**given)
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["encoder", "bert"])
+def test_converted_again_after_training_is_proved_again(name: str) -> None:
+    make, inputs = MODELS[name]
+    model = convert(make(), 4).train()
+    model(**inputs())
+    convert(model, 6).eval()
+    attentions = [m for m in model.modules() if getattr(m, "random_batch_witness", getattr(m, "witness", None))]
+    assert len(attentions) == 3
+    for attention in attentions:
+        attention.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    with pytest.raises(RuntimeError, match="never called in this forward"):
+        model(**inputs())
 
 
 def test_layers_compiled_one_by_one() -> None:
@@ -132,6 +168,14 @@ def test_an_attention_replaced_by_itself_after_the_whole() -> None:
     model.layers[0].self_attn = convert(model.layers[0].self_attn, 6)
     model(**sequences())
     assert not model._forward_hooks
+
+
+def test_two_conversions_by_name_with_training_between() -> None:
+    model = Bypasses()
+    convert(model, 4, names=["used.self_attn"]).train()(sequences()["src"])
+    convert(model, 4, names=["unused.self_attn"]).eval()
+    with pytest.raises(RuntimeError, match="never called in this forward: unused.self_attn"):
+        model(sequences()["src"])
 
 
 class Shortcut(nn.Module):

@@ -1,5 +1,6 @@
 """`RandomBatch`: any attention in batches equals a loop over batches, and padding no longer leaks into PyG's."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, SGFormerAttention
 
 from randombatch import Division, RandomBatch
+from randombatch.nn import wrapper
 
 
 class Own(nn.Module):
@@ -387,8 +389,27 @@ def test_a_module_may_begin_in_place(first: nn.Module) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    statuses: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if wrapper._generators.acquire(timeout=20) else 1)
+        statuses.append(os.waitpid(pid, 0)[1])
+
+    with wrapper._generators:
+        forking = threading.Thread(target=fork)
+        forking.start()
+        forking.join()
+    assert statuses == [0]
+
+
 def test_lazy_modules_learn_from_the_first_step() -> None:
     wrapped, x = RandomBatch(nn.Sequential(nn.LazyLinear(8), nn.Tanh()), 4), torch.randn(30, 6)
+    with pytest.raises(ValueError, match="`mask` describes"):
+        wrapped(torch.randn(5, 7), torch.ones(5, dtype=torch.bool))
     wrapped(x).sum().backward()
     for p in wrapped.parameters():
         assert p.grad is not None
