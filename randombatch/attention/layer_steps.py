@@ -22,7 +22,7 @@ from torch import Tensor
 # Whole rows are taken as items of 16 bytes where they can: torch takes them item by item.
 WIDE = torch.complex128
 
-_lock = threading.Lock()
+_compiling = threading.Lock()
 
 
 class Table(NamedTuple):
@@ -352,7 +352,7 @@ def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     cache. Where it is missing or switched off, the same functions run as they stand.
     """
     # Two threads that silence warnings at once may leave them silent.
-    with _lock:
+    with _compiling:
         return _compile()
 
 

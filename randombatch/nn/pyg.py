@@ -88,8 +88,9 @@ class _OneGraph:
         self.names = [p.name for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         kinds = {p.kind for p in every}
         if "batch" not in self.names and inspect.Parameter.VAR_KEYWORD in kinds:
-            on = ["x", "edge_index", "batch"]
-            self.names = on if inspect.Parameter.VAR_POSITIONAL in kinds else [*self.names, "batch"]
+            # What it passes on goes to the class of PyTorch Geometric.
+            passed = ["x", "edge_index", "batch"]
+            self.names = passed if inspect.Parameter.VAR_POSITIONAL in kinds else [*self.names, "batch"]
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
