@@ -44,12 +44,18 @@ class Weights:
         return {name: w for name, w in named.items() if w is not None}
 
     def held_size(self, rows: int, pairs: int) -> int:
-        return held_size(self.w_in, self.heads, self.kernel, rows, pairs)
+        return held_size(self.w_in, self.w_out, self.heads, self.kernel, rows, pairs)
 
 
-def held_size(w_in: Tensor, heads: int, kernel: str, rows: int, pairs: int) -> int:
-    """How many numbers input, projections and softmax weights of some rows are that have so many pairs in batches."""
-    return rows * (w_in.shape[0] + w_in.shape[1]) + (heads * pairs if kernel == "softmax" else 0)
+def held_size(w_in: Tensor, w_out: Tensor | None, heads: int, kernel: str, rows: int, pairs: int) -> int:
+    """How many numbers blocks hold of some rows that have so many pairs in batches.
+
+    Input and projections; of the softmax kernel also its weights, and what was attended to if that is projected.
+    """
+    size = rows * (w_in.shape[0] + w_in.shape[1])
+    if kernel != "softmax":
+        return size
+    return size + heads * pairs + (0 if w_out is None else rows * w_out.shape[1])
 
 
 def out_width(w_in: Tensor, w_out: Tensor | None, parts: int) -> int:
@@ -96,8 +102,9 @@ class LayerBlock:
         self.groups = batches * heads, size, width // weights.parts // heads
         softmax = weights.kernel == "softmax"
         held = scratch("held", weights.held_size(self.rows, self.rows * size))
-        ends = self.rows * features, self.rows * (features + width)
-        x, in_order, softmax_weights = held.tensor_split(ends)
+        in_order_end = self.rows * (features + width)
+        ends = self.rows * features, in_order_end, in_order_end + (heads * self.rows * size if softmax else 0)
+        x, in_order, softmax_weights, attended = held.tensor_split(ends)
         stacked: Tensor | None = None
         if heads == 1:
             projected = in_order.view(self.rows, width)
@@ -107,9 +114,9 @@ class LayerBlock:
             stacked = in_order.view(weights.parts, heads, self.rows, -1)
             parts = in_order.view(weights.parts, *self.groups).unbind(0)
         q, *k, v = parts
-        out = scratch("out", *self.groups)
         side_by_side = self.rows, heads * self.groups[2]
-        attended = out.view(side_by_side) if heads == 1 else scratch("attended", *side_by_side)
+        attended = attended.view(side_by_side) if attended.numel() else scratch("attended", *side_by_side)
+        out = attended.view(self.groups) if heads == 1 else scratch("out", *self.groups)
         self.room = Room(
             softmax=softmax,
             heads=heads,

@@ -39,7 +39,7 @@ class Room(NamedTuple):
         softmax: whether that is the kernel; else SGFormer's.
         parts: query, key and value; or (2) query and value, the input being the key.
         w_in_t: `(F, W)`.
-        held: `x`, projections and `weights` in one run of memory.
+        held: `x`, projections, `weights` and, if that is projected, `attended` in one run of memory.
         projected: `(R, W)`.
         stacked: the projections once more, `(parts, H, R, D)`; None for one head.
         q, k, v: `(G, P, D)`, views of the projections; no k if the input is the key.
@@ -126,10 +126,12 @@ def forward_blocks(room: Room, some: Some, x: Table, results: Tensor) -> None:
     for i in range(len(some.rows)):
         x_RF = take(room.x, x, some.rows[i], some.first[i])
         project(room, x_RF)
-        if len(some.kept) > 0:
-            kept = some.kept[i]
-            kept.copy_(room.held[room.held.numel() - kept.numel() :])
+        # SGFormer's attention changes the projections.
+        if len(some.kept) > 0 and not room.softmax:
+            keep(room, some.kept[i])
         output(room, room.weights if len(some.factors) == 0 else room.weights * some.factors[i], results[i])
+        if len(some.kept) > 0 and room.softmax:
+            keep(room, some.kept[i])
 
 
 def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table, results: Tensor | None) -> None:
@@ -147,12 +149,21 @@ def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table,
         # SGFormer's kernel writes to these rows: it takes a copy even where they stand in order.
         grad_RF = take(way.grad, grad, some.homes[i], some.first_home[i] if room.softmax else -1)
         factors: Tensor | None = None
+        weights = room.weights
         if len(some.factors) > 0:
             factors = some.factors[i]
+            weights = room.weights * some.factors[i]
+        # What was attended to is needed for the denominators' gradient, or for that of an output projection.
+        if not room.softmax or (room.w_out is not None and len(some.kept) == 0):
+            attend(room, weights, room.out)
         dx_RF: Tensor | None = None
         if results is not None:
             dx_RF = results[i]
-        backward(room, way, x_RF, grad_RF, factors, dx_RF)
+        backward(room, way, x_RF, grad_RF, weights, factors, dx_RF)
+
+
+def keep(room: Room, kept: Tensor) -> None:
+    kept.copy_(room.held[room.held.numel() - kept.numel() :])
 
 
 def take(to: Table, table: Table, rows: Tensor, first: int) -> Tensor:
@@ -217,16 +228,18 @@ def attend(room: Room, weights: Tensor, to: Tensor) -> None:
 
 
 def backward(
-    room: Room, way: WayBack, x_RF: Tensor, grad_RF: Tensor, factors: Tensor | None, dx_RF: Tensor | None
+    room: Room,
+    way: WayBack,
+    x_RF: Tensor,
+    grad_RF: Tensor,
+    weights: Tensor,
+    factors: Tensor | None,
+    dx_RF: Tensor | None,
 ) -> None:
-    """From the output's gradient to the input's, of a block that is projected."""
+    """From the output's gradient to the input's, of a block that is attended to with these weights."""
     if room.b_out is not None:
         way.b_out_sum.add_(grad_RF.sum(0, dtype=way.b_out_sum.dtype))
-    weights = room.weights if factors is None else room.weights * factors
     w_out = room.w_out
-    # What was attended to is needed for an output projection's gradient, or for its own denominators'.
-    if w_out is not None or not room.softmax:
-        attend(room, weights, room.out)
     if w_out is not None:
         wide = way.w_out_sum.dtype
         way.w_out_sum.addmm_(grad_RF.to(wide).t(), room.attended.to(wide))

@@ -66,8 +66,9 @@ def projected_attention(
         mask: `(B, n)` with B n = N, True = valid: graph b is the valid rows of the b-th n; others come out as zero.
         division: the batches themselves, instead of `seed`, `batch_size`, `ptr`, `batch` and `mask`.
         dropout_p: dropout of the attention weights (softmax only).
-        recompute: False keeps rows in batch order, projections and softmax weights, N (F + W + p H) numbers of the type
-            that blocks are computed in, and N integers, for the backward pass (if there can be one).
+        recompute: False keeps rows in batch order, projections, softmax weights and, of several heads, what was
+            attended to, N (F + W + p H + F') numbers of the type that blocks are computed in, and N integers, for the
+            backward pass (if there can be one).
         block_rows: rows per block (default: from the cache, see `buffers.rows_per_block`).
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.
@@ -172,7 +173,7 @@ def projected(
     division = _divide(x, seed, batch_size, ptr, batch, mask, order, ids)
     options = heads, parts, kernel, dropout_p, block_rows, pieces
     layer = Layer(x, in_weight, in_bias, out_weight, out_bias, division, *options)
-    size = 0 if recompute else _most_saved(x, in_weight, ptr, batch, mask, order, batch_size, heads, kernel)
+    size = 0 if recompute else _most_saved(x, in_weight, out_weight, ptr, batch, mask, order, batch_size, heads, kernel)
     out_NF, saved = layer.new_rows(layer.weights.out_width), layer.new_saved(size)
     drawn = x.new_empty(_num_drawn(x, recompute, ptr, batch, mask, order), dtype=torch.int64)
     layer.forward(out_NF, saved, drawn if drawn.numel() else None)
@@ -186,8 +187,8 @@ def _num_drawn(x: Tensor, recompute: bool, *described: Tensor | None) -> int:
 
 
 def _most_saved(
-    x: Tensor, in_weight: Tensor, ptr: Tensor | None, batch: Tensor | None, mask: Tensor | None, order: Tensor | None,
-    batch_size: int, heads: int, kernel: str,
+    x: Tensor, in_weight: Tensor, out_weight: Tensor | None, ptr: Tensor | None, batch: Tensor | None,
+    mask: Tensor | None, order: Tensor | None, batch_size: int, heads: int, kernel: str,
 ) -> int | None:  # fmt: skip
     """How many numbers what is saved takes at most; None if that depends on the sizes of graphs.
 
@@ -196,14 +197,14 @@ def _most_saved(
     if any(t is not None for t in (ptr, batch, order)):
         return None
     items = x.shape[0] if mask is None else mask.shape[1]
-    return held_size(in_weight, heads, kernel, x.shape[0], x.shape[0] * torch.sym_min(items, batch_size))
+    return held_size(in_weight, out_weight, heads, kernel, x.shape[0], x.shape[0] * torch.sym_min(items, batch_size))
 
 
 @projected.register_fake
 def _(x, in_weight, in_bias, out_weight, out_bias, seed, ptr, batch, mask, order, ids, batch_size, *rest):
     heads, parts, kernel, _, recompute, *_ = rest
     num_drawn = _num_drawn(x, recompute, ptr, batch, mask, order)
-    size = 0 if recompute else _most_saved(x, in_weight, ptr, batch, mask, order, batch_size, heads, kernel)
+    size = 0 if recompute else _most_saved(x, in_weight, out_weight, ptr, batch, mask, order, batch_size, heads, kernel)
     # Only the real operator reads the sizes of the graphs.
     saved = torch.library.get_ctx().new_dynamic_size() if size is None else size
     out = x.new_empty(x.shape[0], out_width(in_weight, out_weight, parts))

@@ -32,9 +32,9 @@ class RandomBatchAttention(Draws, nn.Module):
         dropout: of the attention weights, in training (softmax kernel only).
         kernel: "softmax", or "sgformer": SGFormer's linear attention, q and k divided by their row norms,
             o_i = (sum_j <q_i, k_j> v_j + s v_i) / (sum_j <q_i, k_j> + s) over a batch of s, for each head.
-        recompute: False keeps rows in batch order, projections and softmax weights for the backward pass, up to
-            N (4 F + p H) numbers (float32 for half precision) and N integers: less time for more memory. On the CPU it
-            waits for the next step; `attention.recycled.trim_memory()` gives it back.
+        recompute: False keeps rows in batch order, projections, softmax weights and what they attend to for the
+            backward pass, up to N (5 F + p H) numbers (float32 for half precision) and N integers: less time for more
+            memory. On the CPU it waits for the next step; `attention.recycled.trim_memory()` gives it back.
         block_rows: rows per block; default: from the size of the cache (CPU) or a byte budget (accelerators).
         eval_seed: names the divisions of `eval()`, which are fixed ones. Give the layers of a stack different numbers,
             or call `convert(model, batch_size)`, which numbers them: layers of one number divide alike, and items of
