@@ -39,7 +39,7 @@ class Room(NamedTuple):
         softmax: whether that is the kernel; else SGFormer's.
         parts: query, key and value; or (2) query and value, the input being the key.
         w_in_t: `(F, W)`.
-        held: `x`, projections, `weights` and, if that is projected, `attended` in one run of memory.
+        held: `x`, projections and, of the softmax, `weights` and (if it is projected) `attended` in one run of memory.
         projected: `(R, W)`.
         stacked: the projections once more, `(parts, H, R, D)`; None for one head.
         q, k, v: `(G, P, D)`, views of the projections; no k if the input is the key.

@@ -66,9 +66,9 @@ def projected_attention(
         mask: `(B, n)` with B n = N, True = valid: graph b is the valid rows of the b-th n; others come out as zero.
         division: the batches themselves, instead of `seed`, `batch_size`, `ptr`, `batch` and `mask`.
         dropout_p: dropout of the attention weights (softmax only).
-        recompute: False keeps rows in batch order, projections, softmax weights and, of several heads, what was
-            attended to, N (F + W + p H + F') numbers of the type that blocks are computed in, and N integers, for the
-            backward pass (if there can be one).
+        recompute: False keeps rows in batch order, projections, softmax weights and, where that is projected (not of a
+            head that is folded), what they attend to, N (F + W + p H + F') numbers of the type that blocks are computed
+            in, and N integers, for the backward pass (if there can be one). Of SGFormer's kernel only N (F + W).
         block_rows: rows per block (default: from the cache, see `buffers.rows_per_block`).
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.
