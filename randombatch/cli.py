@@ -37,7 +37,8 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False))
     except USAGE_ERROR as error:
-        print(f"randombatch: {' '.join(error.format_message().split())} (see --help)", file=sys.stderr)
+        message = " ".join(error.format_message().split()) or "name a command"
+        print(f"randombatch: {message} (see --help)", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
@@ -100,7 +101,7 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str] | Non
     if root := changes.get("data.root"):
         changes["data.root"] = str(Path(root).expanduser().absolute())
     if isinstance(fanouts := changes.get("train.fanouts"), str):
-        changes["train.fanouts"] = list(integers(fanouts))
+        changes["train.fanouts"] = list(integers("--fanouts", fanouts))
     other = changes.get("model.name", config.model.name)
     if other != config.model.name:
         from randombatch.models.peers import known_options
@@ -371,9 +372,9 @@ def converge(
     keep_memory()
     with clear_errors():
         settings = study.Settings(
-            particles=particles, dim=dim, scale=scale, horizon=horizon, taus=fractions(taus),
-            batch_sizes=integers(batch_sizes), replicas=replicas, seed=seed, softmax=softmax, pictures=pictures,
-            threads=threads,
+            particles=particles, dim=dim, scale=scale, horizon=horizon, taus=fractions("--taus", taus),
+            batch_sizes=integers("--batch-sizes", batch_sizes), replicas=replicas, seed=seed, softmax=softmax,
+            pictures=pictures, threads=threads,
         )  # fmt: skip
         check_output(output)
         out.mkdir(parents=True, exist_ok=True)

@@ -111,22 +111,22 @@ def clear_errors() -> Iterator[None]:
         refuse("out of memory: take a smaller graph or model, or --minibatch induced")
 
 
-def fractions(text: str) -> tuple[float, ...]:
-    """Numbers like 0.01 or 1/64, separated by commas."""
+def fractions(option: str, text: str) -> tuple[float, ...]:
+    """Numbers like 0.01 or 1/64, separated by commas, that were given for this option."""
     try:
         return tuple(float(Fraction(part.strip())) for part in text.split(",") if part.strip())
     except (ValueError, ZeroDivisionError, OverflowError):
-        raise ConfigError(f"expected numbers such as 1/16,1/32, got {text!r}") from None
+        raise ConfigError(f"{option}: expected numbers such as 1/16,1/32, got {text!r}") from None
 
 
-def integers(text: str) -> tuple[int, ...]:
+def integers(option: str, text: str) -> tuple[int, ...]:
     try:
         numbers = [float(part) for part in text.split(",") if part.strip()]
         if any(number != int(number) for number in numbers):
             raise ValueError
         return tuple(int(number) for number in numbers)
     except (ValueError, OverflowError):
-        raise ConfigError(f"expected integers such as 2,4,8, got {text!r}") from None
+        raise ConfigError(f"{option}: expected integers such as 2,4,8, got {text!r}") from None
 
 
 @contextlib.contextmanager

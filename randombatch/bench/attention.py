@@ -39,7 +39,7 @@ class Settings:
     def __post_init__(self) -> None:
         unknown = set(self.peers) - set(PEERS)
         if unknown:
-            raise ValueError(f"unknown peer {sorted(unknown)[0]!r}: known are {', '.join(PEERS)}")
+            raise ValueError(f"--peers: unknown peer {sorted(unknown)[0]!r}, known are {', '.join(PEERS)}")
         for name in ("nodes", "dim", "heads", "threads", "turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")

@@ -61,8 +61,8 @@ def bench_particles(
 
     with clear_errors():
         settings = measure.Settings(
-            particles=integers(particles), dims=integers(dims), batch_sizes=integers(batch_sizes), threads=threads,
-            turns=turns, max_gib=max_gib,
+            particles=integers("--particles", particles), dims=integers("--dims", dims),
+            batch_sizes=integers("--batch-sizes", batch_sizes), threads=threads, turns=turns, max_gib=max_gib,
         )  # fmt: skip
     report(measure.run, settings, print_particles, output)
 
@@ -101,9 +101,9 @@ def bench_ranks(
 
     with clear_errors():
         settings = measure.Settings(
-            ranks=integers(ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size, homophily=homophily,
-            partition=partition, messages=messages, turns=turns, weak=weak, bandwidth=bandwidth, latency=latency,
-            memory=memory,
+            ranks=integers("--ranks", ranks), nodes=nodes, edges=edges, hidden=hidden, batch_size=batch_size,
+            homophily=homophily, partition=partition, messages=messages, turns=turns, weak=weak, bandwidth=bandwidth,
+            latency=latency, memory=memory,
         )  # fmt: skip
     report(measure.run, settings, print_ranks, output)
 
@@ -139,7 +139,7 @@ def bench_store(
     with clear_errors():
         settings = measure.Settings(
             nodes=nodes, degree=degree, features=features, max_memory=max_memory, seeds=seeds,
-            fanouts=integers(fanouts), companions=companions, hidden=hidden, turns=turns, larger=larger,
+            fanouts=integers("--fanouts", fanouts), companions=companions, hidden=hidden, turns=turns, larger=larger,
             folder=folder,
         )  # fmt: skip
     report(measure.run, settings, print_store, output)
@@ -184,7 +184,7 @@ def bench_attention(
             threads=threads,
             peers=tuple(p.strip() for p in peers.split(",") if p.strip()),
             turns=turns,
-            scaling=integers(scaling),
+            scaling=integers("--scaling", scaling),
             sweep=sweep,
         )
     report(attention.run, settings, print_attention, output)

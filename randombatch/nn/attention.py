@@ -125,7 +125,7 @@ class RandomBatchAttention(Draws, nn.Module):
         Args:
             x: `(N, F)`, or `(B, N, F)` for B graphs padded to one size.
             mask: `(B, N)`, True = valid. Only valid rows are divided: what the others hold, and how many there are,
-                changes nothing. They come out as zero.
+                changes nothing (but rounding). They come out as zero.
             batch: graph number of each row of an `(N, F)` input, in any order.
             ptr: graph boundaries of an `(N, F)` input, from 0 to N.
             shard: which rows of the whole table this rank passes (and gets), as `(n, F)`; `mask` and `ptr` then

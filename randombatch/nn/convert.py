@@ -163,7 +163,8 @@ def _targets(
     for name, module in candidates.items():
         reason = _refusal(model, name, module, type(module) in kinds, self_correction)
         if reason:
-            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}; {_CHOOSE}")
+            # A model that is an attention itself holds no others.
+            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}{f'; {_CHOOSE}' * bool(name)}")
     return {name: (module, kinds[type(module)]) for name, module in candidates.items()}
 
 

@@ -202,7 +202,7 @@ def check(model: PreTrainedModel, attentions: dict[str, Any]) -> None:
         if getattr(module, "is_causal", False) or getattr(module, "is_decoder", False):
             raise ValueError(
                 f"{type(model).__name__} is a decoder ({name} is causal): random batch attention is for encoders; "
-                "convert its encoder alone"
+                "if it has an encoder, convert that alone"
             )
         if "cross" in about or "encoder_attn" in about:
             raise ValueError(f"{name} of {type(model).__name__} is cross-attention: {_NO_CROSS}")

@@ -58,8 +58,8 @@ class RandomBatchMultiheadAttention(Draws, nn.MultiheadAttention):
         check_numbers("query", query)
         if not _is_same(query, key) or not _is_same(query, value):
             raise ValueError(
-                "random batches divide items together with their keys: call it as attention(x, x, x) (and checkpoint "
-                "it with `use_reentrant=False`); cross-attention cannot be converted"
+                "random batches divide items together with their keys: call it as attention(x, x, x), with one tensor "
+                "(and checkpoint it with `use_reentrant=False`); cross-attention cannot be converted"
             )
         if is_causal and attn_mask is None:
             raise ValueError("`is_causal` is only a hint about `attn_mask`: give the mask as well")

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -204,7 +204,7 @@ class _Streamed(torch.autograd.Function):
                     _check_origin(y_BPF, [x_BPF, *wanted])
                 home = ctx.division.home_of(rows)
                 grad_BPF = grad_NF[home].view_as(y_BPF)
-                dx_BPF, *grads = torch.autograd.grad(y_BPF, [x_BPF, *wanted], grad_BPF, allow_unused=True)
+                dx_BPF, *grads = _gradients(y_BPF, [x_BPF, *wanted], grad_BPF)
                 sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, grads, strict=True)]
                 if dx_BPF is None:
                     dx_NF[home] = 0
@@ -214,6 +214,14 @@ class _Streamed(torch.autograd.Function):
             dx_NF = x_NF.new_zeros(1, 1).expand_as(x_NF)  # a token, see `GivenBatches`
         gradients = iter(sums)
         return None, None, None, dx_NF, *(next(gradients) if p.requires_grad else None for p in parameters)
+
+
+def _gradients(y: Tensor, of: list[Tensor], grad: Tensor) -> Sequence[Tensor | None]:
+    """None where y does not depend on it."""
+    # A module may compute without gradients.
+    if not y.requires_grad:
+        return [None] * len(of)
+    return torch.autograd.grad(y, of, grad, allow_unused=True)
 
 
 def _check_origin(y: Tensor, known: list[Tensor]) -> None:

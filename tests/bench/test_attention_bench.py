@@ -62,10 +62,11 @@ def test_tables_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "nobody"], "unknown peer 'nobody': known are sgformer, polynormer, performer"),
+        (["--peers", "nobody"], "--peers: unknown peer 'nobody', known are sgformer, polynormer, performer"),
         (["--dim", "10", "--heads", "3"], "--dim must be a multiple of --heads, got 10 and 3"),
         (["--batch-size", "1"], "--batch-size must be at least 2, got 1"),
         (["--turns", "0"], "--turns must be at least 1, got 0"),
+        (["--scaling", "100,x"], "--scaling: expected integers such as 2,4,8, got '100,x'"),
         (["--scaling", "100,0"], "--scaling must hold numbers of nodes, got 0"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
     ],

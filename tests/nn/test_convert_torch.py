@@ -185,8 +185,10 @@ def test_refusals_leave_the_model_unchanged() -> None:
         convert(decoder, 4)
     assert type(decoder.self_attn) is nn.MultiheadAttention
     for kwargs, reason in (({"kdim": 8}, "kdim"), ({"add_bias_kv": True}, "add_bias_kv")):
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=reason) as refused:
             convert(nn.MultiheadAttention(16, 4, **kwargs), 4)
+        # There are no others.
+        assert "names" not in str(refused.value)
     with pytest.raises(ValueError, match="found no attention to convert in Linear"):
         convert(nn.Linear(3, 3), 4)
     with pytest.raises(ValueError, match="`batch_size` must be at least 2"):

@@ -262,6 +262,21 @@ def test_a_gradient_is_not_lost_without_a_word() -> None:
     assert x.grad is not None
 
 
+class Frozen(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_module_may_compute_without_gradients() -> None:
+    wrapped, x = RandomBatch(Frozen(8, 8), 4), torch.randn(20, 8, requires_grad=True)
+    out = x + wrapped(x)
+    torch.testing.assert_close(out, x + wrapped.module(x))
+    dx, *others = torch.autograd.grad(out.sum(), [x, *wrapped.parameters()], allow_unused=True)
+    assert torch.equal(dx, torch.ones_like(x))
+    assert others == [None, None]
+
+
 @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True)])
 def test_a_module_may_begin_in_place(first: nn.Module) -> None:
     module = nn.Sequential(first, nn.Linear(8, 5)).double()

@@ -71,9 +71,9 @@ def test_softmax_is_measured_at_the_scale_of_the_study(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--taus", "1/0"], "expected numbers such as 1/16"),
+        (["--taus", "1/0"], "--taus: expected numbers such as 1/16"),
         (["--taus", "1e400"], "expected numbers such as 1/16"),
-        (["--batch-sizes", "2,inf"], "expected integers"),
+        (["--batch-sizes", "2,inf"], "--batch-sizes: expected integers"),
         (["--taus", "2"], "--taus must be positive and at most the horizon"),
         (["--taus", "1/4"], "at least two steps"),
         (["--batch-sizes", "2,48"], "batch sizes must be from 2 to N - 1 = 47"),

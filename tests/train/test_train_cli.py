@@ -170,6 +170,20 @@ def test_wrong_flags_are_refused_in_one_line(
     assert message in line
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_without_a_command_it_helps_and_says_why(
+    arguments: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["randombatch", *arguments])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert "Usage" in printed.out
+    assert printed.err == "randombatch: name a command (see --help)\n"
+
+
 def test_set_wins_over_a_flag(quick: Path, tmp_path: Path) -> None:
     found = run("train", quick, "--lr", "0.5", "--set", "train.lr=0.25", "--out", tmp_path / "job")
     assert found.exit_code == 0
