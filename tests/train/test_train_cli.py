@@ -1,4 +1,4 @@
-"""The command line of training: bad input in one line, help with examples, plain lines or a live bar."""
+"""The command line of training: bad input in one line, plain lines or a live bar."""
 
 import json
 import os
@@ -15,10 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from randombatch import cli
-from randombatch.cli import app, main
+from randombatch.cli import app
 from randombatch.models import global_attention
 from randombatch.train import progress
-from randombatch.train.config import Config, recipe_names
+from randombatch.train.config import Config
 
 Small = Callable[..., Config]
 
@@ -153,37 +153,6 @@ def test_options_that_the_model_cannot_use_are_refused(setting: str, quick: Path
     assert not (tmp_path / "job").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--atention", "none"], "--attention"), (["--epochs", "many"], "--epochs"), (["digits", "cora"], "cora")],
-)
-def test_wrong_flags_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["randombatch", "train", *arguments])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("randombatch: ")
-    assert message in line
-
-
-@pytest.mark.parametrize("arguments", [[], ["bench"]])
-def test_without_a_command_it_helps_and_says_why(
-    arguments: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["randombatch", *arguments])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    printed = capsys.readouterr()
-    assert "Usage" in printed.out
-    assert printed.err == "randombatch: name a command (see --help)\n"
-
-
 def test_set_wins_over_a_flag(quick: Path, tmp_path: Path) -> None:
     found = run("train", quick, "--lr", "0.5", "--set", "train.lr=0.25", "--out", tmp_path / "job")
     assert found.exit_code == 0
@@ -279,42 +248,6 @@ def test_flags_reach_the_configuration(quick: Path, graph_file: Path, tmp_path: 
     }  # fmt: skip
     assert there == {**flags, "dataset": str(graph_file)}
     assert settings["model"]["options"] == {"alpha": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("command", "examples"),
-    [
-        (
-            "train",
-            ["randombatch train cora --attention none --runs 5", "randombatch train pokec --out runs/pokec --resume"],
-        ),
-        ("compare", ["randombatch compare cora --runs 10"]),
-        ("predict", ["randombatch predict runs/digits-random-batch --out digits.npz --rounds 16"]),
-    ],
-)
-def test_help_shows_examples_each_on_its_line(command: str, examples: list[str]) -> None:
-    found = run(command, "--help")
-    assert found.exit_code == 0
-    lines = [line.strip() for line in found.stdout.splitlines()]
-    assert "Examples:" in lines
-    for example in examples:
-        assert example in lines
-    # What is shown can be called: every flag in an example is a flag of the command.
-    known = {opt for p in click_command(command).params for opt in (*p.opts, *p.secondary_opts)}
-    for line in lines:
-        if line.startswith(f"randombatch {command}"):
-            assert known.issuperset(re.findall(r"--[a-z-]+", line)), line
-
-
-def click_command(name: str) -> Any:
-    import typer
-
-    return typer.main.get_command(app).get_command(None, name)
-
-
-def test_help_of_train_names_the_recipes() -> None:
-    text = " ".join(run("train", "--help").stdout.split())
-    assert all(name in text for name in recipe_names())
 
 
 def test_plain_lines_where_there_is_no_terminal(quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
