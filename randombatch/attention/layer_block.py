@@ -50,11 +50,12 @@ class Weights:
 def held_size(w_in: Tensor, w_out: Tensor | None, heads: int, kernel: str, rows: int, pairs: int) -> int:
     """How many numbers blocks hold of some rows that have so many pairs in batches.
 
-    Input and projections; of the softmax kernel also its weights, and what was attended to if that is projected.
+    Input and projections; of the softmax kernel also its weights, and what was attended to if that is projected; of
+    SGFormer's the norms of queries and keys.
     """
     size = rows * (w_in.shape[0] + w_in.shape[1])
     if kernel != "softmax":
-        return size
+        return size + 2 * heads * rows
     return size + heads * pairs + (0 if w_out is None else rows * w_out.shape[1])
 
 
@@ -102,9 +103,9 @@ class LayerBlock:
         self.groups = batches * heads, size, width // weights.parts // heads
         softmax = weights.kernel == "softmax"
         held = scratch("held", weights.held_size(self.rows, self.rows * size))
-        in_order_end = self.rows * (features + width)
-        ends = self.rows * features, in_order_end, in_order_end + (heads * self.rows * size if softmax else 0)
-        x, in_order, softmax_weights, attended = held.tensor_split(ends)
+        # Last but one: of each item and head a weight for each key, or the norms of query and key.
+        sizes = self.rows * features, self.rows * width, self.rows * heads * (size if softmax else 2)
+        x, in_order, of_heads, attended = held.split([*sizes, held.numel() - sum(sizes)])
         stacked: Tensor | None = None
         if heads == 1:
             projected = in_order.view(self.rows, width)
@@ -132,15 +133,16 @@ class LayerBlock:
             q=q,
             k=k[0] if k else None,
             v=v,
-            weights=softmax_weights.view(batches * heads, size, size) if softmax else softmax_weights,
+            weights=of_heads.view(batches * heads, size, size) if softmax else of_heads,
             out=out,
             attended=attended,
+            norms=[] if softmax else list(of_heads.view(2, batches * heads, size, 1)),
             sums=[] if softmax else self._sgformer_sums(),
         )
 
     def _sgformer_sums(self) -> list[Tensor]:
         groups, size, width = self.groups
-        shapes = {"q_norm": (size, 1), "k_norm": (size, 1), "kv": (width, width), "k_sum": (width,), "den": (size, 1)}
+        shapes = {"kv": (width, width), "k_sum": (width,), "den": (size, 1)}
         return [self.scratch(name, groups, *shape) for name, shape in shapes.items()]
 
     def make_way_back(self, sums: Sums) -> WayBack:

@@ -39,13 +39,15 @@ class Room(NamedTuple):
         softmax: whether that is the kernel; else SGFormer's.
         parts: query, key and value; or (2) query and value, the input being the key.
         w_in_t: `(F, W)`.
-        held: `x`, projections and, of the softmax, `weights` and (if it is projected) `attended` in one run of memory.
+        held: in one run of memory `x`, projections, and of the softmax `weights` and (if that is projected)
+            `attended`, of SGFormer's kernel `norms`.
         projected: `(R, W)`.
         stacked: the projections once more, `(parts, H, R, D)`; None for one head.
         q, k, v: `(G, P, D)`, views of the projections; no k if the input is the key.
         weights: of the softmax, `(G, P, P)`.
         out: what was attended to, `(G, P, D)`; `attended` is the same as `(R, H D)`.
-        sums: of SGFormer's kernel: norms of q and k, k' v, sum of k, denominators.
+        norms: of SGFormer's kernel: of q and k before they were divided by them.
+        sums: of SGFormer's kernel: k' v, sum of k, denominators.
     """
 
     softmax: bool
@@ -65,6 +67,7 @@ class Room(NamedTuple):
     weights: Tensor
     out: Tensor
     attended: Tensor
+    norms: list[Tensor]
     sums: list[Tensor]
 
 
@@ -126,12 +129,10 @@ def forward_blocks(room: Room, some: Some, x: Table, results: Tensor) -> None:
     for i in range(len(some.rows)):
         x_RF = take(room.x, x, some.rows[i], some.first[i])
         project(room, x_RF)
-        # SGFormer's attention changes the projections.
-        if len(some.kept) > 0 and not room.softmax:
-            keep(room, some.kept[i])
         output(room, room.weights if len(some.factors) == 0 else room.weights * some.factors[i], results[i])
-        if len(some.kept) > 0 and room.softmax:
-            keep(room, some.kept[i])
+        if len(some.kept) > 0:
+            kept = some.kept[i]
+            kept.copy_(room.held[room.held.numel() - kept.numel() :])
 
 
 def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table, results: Tensor | None) -> None:
@@ -162,10 +163,6 @@ def backward_blocks(room: Room, way: WayBack, some: Some, x: Table, grad: Table,
         backward(room, way, x_RF, grad_RF, weights, factors, dx_RF)
 
 
-def keep(room: Room, kept: Tensor) -> None:
-    kept.copy_(room.held[room.held.numel() - kept.numel() :])
-
-
 def take(to: Table, table: Table, rows: Tensor, first: int) -> Tensor:
     """These rows of a table, where they stand if they begin with `first`, else in `to`."""
     if first >= 0 and table.rows.dtype == to.rows.dtype:
@@ -193,7 +190,7 @@ def key(room: Room, x_RF: Tensor) -> Tensor:
 
 
 def project(room: Room, x_RF: Tensor) -> None:
-    """Projections and softmax weights."""
+    """Projections, and what each kernel makes of them first: softmax weights, or rows of norm one."""
     linear(room.projected, x_RF, room.w_in_t, room.b_in)
     stacked = room.stacked
     if stacked is not None:
@@ -202,6 +199,9 @@ def project(room: Room, x_RF: Tensor) -> None:
     if room.softmax:
         torch.bmm(room.q, key(room, x_RF).transpose(1, 2), out=room.weights)
         torch.softmax(room.weights, -1, out=room.weights)
+    else:
+        normalise(room.q, room.norms[0])
+        normalise(key(room, x_RF), room.norms[1])
 
 
 def output(room: Room, weights: Tensor, y: Tensor) -> None:
@@ -304,15 +304,17 @@ def heads_last(to_RW: Tensor, x: Tensor, heads: int) -> None:
 def sgformer(room: Room, to: Tensor) -> None:
     """SGFormer's attention, o_i = (sum_j <q_i, k_j> v_j + P v_i) / (sum_j <q_i, k_j> + P) with q, k of norm one.
 
-    `q` and `k` are normalised in place; linear in P.
+    Linear in P.
     """
     k = room.k
     assert k is not None
-    normalise(room.q, room.sums[0])
-    normalise(k, room.sums[1])
-    sgformer_sums(room, k)
-    torch.bmm(room.q, room.sums[2], out=to)
-    to.add_(room.v, alpha=room.q.size(1)).div_(room.sums[4])
+    kv_GDD, k_sum_GD, den_GP1 = room.sums
+    torch.bmm(k.transpose(1, 2), room.v, out=kv_GDD)
+    torch.sum(k, [1], out=k_sum_GD)
+    torch.bmm(room.q, k_sum_GD.unsqueeze(2), out=den_GP1)
+    den_GP1.add_(room.q.size(1))
+    torch.bmm(room.q, kv_GDD, out=to)
+    to.add_(room.v, alpha=room.q.size(1)).div_(den_GP1)
 
 
 def normalise(x_GPD: Tensor, norm_GP1: Tensor) -> None:
@@ -321,23 +323,16 @@ def normalise(x_GPD: Tensor, norm_GP1: Tensor) -> None:
     x_GPD.div_(norm_GP1.masked_fill_(norm_GP1 == 0, math.inf))
 
 
-def sgformer_sums(room: Room, k_GPD: Tensor) -> None:
-    _, _, kv_GDD, k_sum_GD, den_GP1 = room.sums
-    torch.bmm(k_GPD.transpose(1, 2), room.v, out=kv_GDD)
-    torch.sum(k_GPD, [1], out=k_sum_GD)
-    torch.bmm(room.q, k_sum_GD.unsqueeze(2), out=den_GP1)
-    den_GP1.add_(room.q.size(1))
-
-
 def sgformer_backward(room: Room, way: WayBack, grad_GPD: Tensor) -> None:
-    """Gradients of `sgformer`, whose `q` and `k` (normalised), norms and sums are still there.
+    """Gradients of `sgformer`, whose sums are still there, and of the rows that were normalised for it.
 
     `grad` is overwritten.
     """
     k, dk = room.k, way.dk
     assert k is not None
     assert dk is not None
-    q_norm, k_norm, kv_GDD, k_sum_GD, den_GP1 = room.sums
+    q_norm, k_norm = room.norms
+    kv_GDD, k_sum_GD, den_GP1 = room.sums
     dkv_GDD, dsum_G1D = way.dsums
     grad_GPD.div_(den_GP1)
     dden_GP1 = torch.sum(grad_GPD * room.out, [-1], True).neg_()

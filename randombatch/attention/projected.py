@@ -68,7 +68,7 @@ def projected_attention(
         dropout_p: dropout of the attention weights (softmax only).
         recompute: False keeps rows in batch order, projections, softmax weights and, where that is projected (not of a
             head that is folded), what they attend to, N (F + W + p H + F') numbers of the type that blocks are computed
-            in, and N integers, for the backward pass (if there can be one). Of SGFormer's kernel only N (F + W).
+            in, and N integers, for the backward pass (if there can be one). Of SGFormer's kernel N (F + W + 2 H).
         block_rows: rows per block (default: from the cache, see `buffers.rows_per_block`).
         pieces: runs of batches whose sums (the gradients of weights) are added up in float64, 0 for sums in float64
             altogether; given batches have their own.

@@ -164,7 +164,8 @@ def _targets(
         reason = _refusal(model, name, module, type(module) in kinds, self_correction)
         if reason:
             # A model that is an attention itself holds no others.
-            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}{f'; {_CHOOSE}' * bool(name)}")
+            advice = f"; {_CHOOSE}" if name else ""
+            raise ValueError(f"cannot convert {name or type(module).__name__!r}: {reason}{advice}")
     return {name: (module, kinds[type(module)]) for name, module in candidates.items()}
 
 
